@@ -1,0 +1,1 @@
+"""Twofold trains language-model programs: their prompts and their weights, together."""

