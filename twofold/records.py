@@ -91,7 +91,7 @@ class Member:
     """Index of the call among this module's calls in the rollout; -1 when the member is the whole rollout."""
     reward: float
     weight: float
-    """How much this member counts in the group's mean, deviation and loss; copies of one rollout share a weight of 1."""
+    """How much this member counts in the group's mean, deviation and loss; copies of a rollout share 1."""
     advantage: float
     filled: bool = False
     """True for a stand-in: the rollout made no call at the group's index, and another of its calls was drawn."""

@@ -178,6 +178,11 @@ class Settings(Section):
                 f"weights.draw has top_p {draw.top_p} and top_k {draw.top_k}: the trainer scores tokens under the full "
                 "distribution, so its probability ratios will be wrong. Use top_p 1 and top_k 0 for training."
             )
+        if self.weights.loss.type == "cispo" and self.weights.loss.epsilon_high < 1:
+            found.append(
+                f"weights.loss.epsilon_high is {self.weights.loss.epsilon_high}: cispo caps the probability ratio "
+                "itself at this value, so nearly every token would be capped. The paper's value is 5."
+            )
         if self.weights.lora.dropout:
             found.append(
                 "weights.lora.dropout is not 0: the update's log-probabilities are noisy, sampling's are not, and "
@@ -195,7 +200,7 @@ def load(path: Path) -> Settings:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read ({error.strerror}). Name a settings file with --params.") from error
+        raise SettingsError(f"{path}: {error.strerror}. Name a settings file with --params.") from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)

@@ -1,0 +1,33 @@
+"""Group: turn a round's rollouts into groups of calls that are compared with each other."""
+
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+from tasks.step import Manifest, step
+from twofold.groups import account, make_groups
+from twofold.records import Rollout, read_rollouts, write_groups, write_rollouts
+from twofold.seeds import derive
+from twofold.settings import Settings
+
+GROUPS = "groups.parquet"
+
+
+@step(reads=("seed", "rewards", "weights.groups"))
+def group(folder: Path, *, settings: Settings, shards: list[Manifest], round_number: int) -> dict[str, float]:
+    """Write the round's rollouts and groups, and say where every rollout went."""
+    rollouts = [rollout for shard in shards for rollout in read_rollouts(shard.folder)]
+    seed = derive(settings.seed, "groups", round_number)
+    groups = make_groups(rollouts, settings.weights.groups, settings.rewards, seed)
+    write_rollouts(rollouts, folder)
+    write_groups(groups, folder / GROUPS)
+    return {"reward": fmean(rollout.reward for rollout in rollouts), **_channels(rollouts), **account(rollouts, groups)}
+
+
+def _channels(rollouts: list[Rollout]) -> dict[str, float]:
+    """Mean of each channel of the metric; a failed rollout has none and counts 0."""
+    sums: dict[str, float] = defaultdict(float)
+    for rollout in rollouts:
+        for name, value in rollout.channels.items():
+            sums[name] += value
+    return {name: total / len(rollouts) for name, total in sums.items()}

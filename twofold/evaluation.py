@@ -1,0 +1,115 @@
+"""Scores with confidence intervals, and paired comparison of two programs.
+
+Rollouts of one example are averaged first: examples are what is drawn at random, so they are what is resampled.
+Intervals are bootstrap intervals of the mean at 95%, bias-corrected and accelerated (Efron 1987).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from twofold.errors import RecordError
+from twofold.records import Rollout
+
+CONFIDENCE = 0.95
+
+_BATCH = 1000
+"""Resamples held in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a program did on a split."""
+
+    score: float
+    """Mean over examples of the mean reward of their rollouts."""
+    ci_low: float
+    ci_high: float
+    n: int
+    """Examples."""
+    format_rate: float
+    """Share of rollouts in which every call's answer parsed at the first try."""
+    rollouts: int
+    tokens_in: int
+    tokens_out: int
+    statuses: dict[str, int]
+    """How many rollouts ended with each status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """By how much one program scores above another on the same examples."""
+
+    difference: float
+    ci_low: float
+    ci_high: float
+    n: int
+
+
+def score(rollouts: Sequence[Rollout], resamples: int, seed: int) -> Score:
+    """Score of these rollouts.
+
+    Raises:
+        RecordError: there are none.
+    """
+    means = _by_example(rollouts)
+    low, high = _interval(list(means.values()), resamples, seed)
+    calls = [call for rollout in rollouts for call in rollout.calls]
+    return Score(
+        score=float(np.mean(list(means.values()))),
+        ci_low=low,
+        ci_high=high,
+        n=len(means),
+        format_rate=sum(all(call.parsed for call in rollout.calls) for rollout in rollouts) / len(rollouts),
+        rollouts=len(rollouts),
+        tokens_in=sum(len(call.prompt_ids) for call in calls),
+        tokens_out=sum(len(call.completion_ids) for call in calls),
+        statuses=dict(sorted(Counter(rollout.status for rollout in rollouts).items())),
+    )
+
+
+def difference(a: Sequence[Rollout], b: Sequence[Rollout], resamples: int, seed: int) -> Difference:
+    """Score of `a` less score of `b`, paired by example.
+
+    Raises:
+        RecordError: there are no rollouts, or the two are not of the same examples.
+    """
+    first, second = _by_example(a), _by_example(b)
+    odd = sorted(first.keys() ^ second.keys())
+    if odd:
+        raise RecordError(
+            f"Only rollouts of the same examples can be compared; {len(odd)} examples are on one side alone, such as "
+            f"{', '.join(odd[:3])}. Evaluate both programs on the same split."
+        )
+    gains = [mean - second[example] for example, mean in first.items()]
+    low, high = _interval(gains, resamples, seed)
+    return Difference(float(np.mean(gains)), low, high, len(gains))
+
+
+def _by_example(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean reward of each example, in order of the examples' ids."""
+    if not rollouts:
+        raise RecordError("There are no rollouts to score. Run the stage that makes them again.")
+    rewards: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        rewards.setdefault(rollout.example_id, []).append(rollout.reward)
+    return {example: sum(values) / len(values) for example, values in sorted(rewards.items())}
+
+
+def _interval(values: list[float], resamples: int, seed: int) -> tuple[float, float]:
+    if min(values) == max(values):
+        # Every resample has this mean; the bias correction would divide by zero.
+        return values[0], values[0]
+    found = bootstrap(
+        (np.array(values),),
+        np.mean,
+        n_resamples=resamples,
+        batch=_BATCH,
+        confidence_level=CONFIDENCE,
+        method="BCa",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(found.low), float(found.high)

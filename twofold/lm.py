@@ -1,0 +1,326 @@
+"""The DSPy side of sampling: one engine object per module, and a recorder per rollout.
+
+1. `bind` gives each predictor a `dspy.LM` whose engine is a `ModuleEngine` that knows the module's name.
+2. A rollout runs under `recording(...)`: a setting of DSPy, which DSPy hands on to the threads it starts itself.
+3. A call of the LM finds the rollout's `Recorder` there, samples through it, and is recorded as a `Call`.
+4. When the adapter then fails to read the answer, the recorder, a DSPy callback too, marks that call.
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import dspy
+from dspy import lm15
+from dspy.utils.callback import BaseCallback
+from dspy.utils.exceptions import AdapterParseError
+
+from twofold import digests
+from twofold.records import BASE_POLICY, Call
+from twofold.sampling import Completion, Engine, Refusal, SampleRequest
+from twofold.seeds import derive
+from twofold.settings import Draw
+
+Sample = Callable[[SampleRequest], Completion | Refusal]
+
+_SETTING = "twofold_recorder"
+
+
+class ModuleEngine:
+    """Answers the LM calls of one module, and has each recorded.
+
+    It is shared by all copies of a program: copying it gives the object itself, so that a copy keeps its weights.
+
+    Args:
+        module: dotted path of the predictor.
+        policy: digest of the adapter that must answer, or `base`.
+        engine: renders chats as token ids.
+        draw: how tokens are drawn, where the module does not set its own temperature, top_p or top_k.
+        max_tokens: length of an answer, where the module does not set its own.
+    """
+
+    def __init__(self, module: str, policy: str, engine: Engine, draw: Draw, max_tokens: int):
+        self.module = module
+        self.policy = policy
+        self.engine = engine
+        self.draw = draw
+        self.max_tokens = max_tokens
+
+    def __copy__(self) -> "ModuleEngine":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleEngine":
+        return self
+
+    def complete(self, request: lm15.Request) -> lm15.Response:
+        """The answer to a chat.
+
+        Raises:
+            lm15.LM15Error: the request asks for what an `Engine` cannot do, or was refused. DSPy turns it into
+                `ContextWindowExceededError`, `LMTimeoutError` or another `LMError`.
+            RuntimeError: no rollout is being recorded.
+        """
+        return self._complete(request, threading.get_ident())
+
+    def _complete(self, request: lm15.Request, thread: int) -> lm15.Response:
+        recorder = dspy.settings.get(_SETTING)
+        if recorder is None:
+            raise RuntimeError(
+                f"Module '{self.module}' was called outside of a rollout; run it under `recording(...)`."
+            )
+        _refuse_unsupported(request)
+        wanted = self._wanted(request, recorder)
+        answer = recorder.sample(wanted)
+        if isinstance(answer, Refusal):
+            raise _error(answer)
+        recorder.add(self.module, wanted, answer, _images(request), thread)
+        return _response(request, wanted, answer)
+
+    def _wanted(self, request: lm15.Request, recorder: "Recorder") -> SampleRequest:
+        config = request.config
+        prompt_ids = tuple(self.engine.encode(_messages(request)))
+        return SampleRequest(
+            prompt_ids=prompt_ids,
+            seed=recorder.next_seed(self.module, prompt_ids),
+            temperature=_first(config.temperature, self.draw.temperature),
+            top_p=_first(config.top_p, self.draw.top_p),
+            top_k=_first(config.top_k, self.draw.top_k),
+            max_tokens=_first(config.max_tokens, self.max_tokens),
+            policy=self.policy,
+            family=self.module,
+        )
+
+
+class AsyncModuleEngine:
+    """A `ModuleEngine` for programs that await their modules."""
+
+    def __init__(self, engine: ModuleEngine):
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AsyncModuleEngine":
+        return self
+
+    async def complete(self, request: lm15.Request) -> lm15.Response:
+        return await asyncio.to_thread(self.engine._complete, request, threading.get_ident())
+
+
+def module_lm(module: str, engine: Engine, draw: Draw, max_tokens: int, policy: str = BASE_POLICY) -> dspy.LM:
+    """The LM of one module: its name says which policy answers, and nothing is cached or tried again."""
+    answers = ModuleEngine(module, policy, engine, draw, max_tokens)
+    return dspy.LM(
+        f"twofold/{module}@{policy}",
+        engine=answers,
+        async_engine=AsyncModuleEngine(answers),
+        cache=False,
+        num_retries=0,
+    )
+
+
+@contextmanager
+def recording(recorder: "Recorder", adapter: dspy.Adapter) -> Iterator[list[tuple[Any, dict[str, Any], Any]]]:
+    """Run programs under this recorder and adapter; gives DSPy's trace: (predictor, inputs, prediction) per call."""
+    trace: list[tuple[Any, dict[str, Any], Any]] = []
+    with dspy.context(
+        **{_SETTING: recorder},
+        adapter=adapter,
+        callbacks=[*dspy.settings.callbacks, recorder],
+        trace=trace,
+        disable_history=True,
+    ):
+        yield trace
+
+
+@dataclass(slots=True)
+class _Entry:
+    call: Call
+    section: int
+    concurrent: bool
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one call of an LM brought and the adapter has not read yet."""
+
+    unread: list[_Entry] = field(default_factory=list)
+    depth: int = 0
+
+
+_turn: ContextVar[_Turn | None] = ContextVar("twofold_turn", default=None)
+
+
+class Recorder(BaseCallback):
+    """The calls of one rollout. Thread-safe.
+
+    Calls of the thread that made the recorder are numbered as they come. Calls that other threads make in between
+    (those of `dspy.Parallel`) come in an order that depends on timing, so they are numbered by module and prompt.
+    For the same reason a call's seed is named by its module, its prompt, and how often that module had that prompt.
+
+    Args:
+        rollout_id: goes into each call.
+        seed: seed of the rollout.
+        sample: answers a request; may block.
+    """
+
+    def __init__(self, rollout_id: str, seed: int, sample: Sample):
+        self.rollout_id = rollout_id
+        self.seed = seed
+        self.sample = sample
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._entries: list[_Entry] = []
+        self._section = 0
+        self._prompts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def next_seed(self, module: str, prompt_ids: tuple[int, ...]) -> int:
+        with self._lock:
+            times = self._prompts[module, prompt_ids]
+            self._prompts[module, prompt_ids] += 1
+        return derive(self.seed, module, digests.of_json(prompt_ids), times)
+
+    def add(
+        self, module: str, request: SampleRequest, answer: Completion, images: tuple[str, ...], thread: int
+    ) -> None:
+        """Record an answer; `thread` is the one that asked."""
+        call = Call(
+            rollout_id=self.rollout_id,
+            module=module,
+            index=-1,
+            order=-1,
+            prompt_ids=request.prompt_ids,
+            completion_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            policy=answer.policy,
+            temperature=request.temperature,
+            seed=request.seed,
+            # DSPy rejects an empty answer before any adapter sees it.
+            parsed=bool(answer.text),
+            parsed_share=1.0 if answer.text else 0.0,
+            images=images,
+        )
+        with self._lock:
+            concurrent = thread != self._thread
+            self._section += not concurrent
+            entry = _Entry(call, self._section, concurrent)
+            self._entries.append(entry)
+        turn = _turn.get()
+        if turn is not None:
+            turn.unread.append(entry)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls so far, numbered."""
+        with self._lock:
+            entries = sorted(self._entries, key=_place)
+        counts: Counter[str] = Counter()
+        numbered = []
+        for order, call in enumerate(entry.call for entry in entries):
+            numbered.append(replace(call, index=counts[call.module], order=order))
+            counts[call.module] += 1
+        return tuple(numbered)
+
+    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        _turn.set(_Turn())
+
+    def on_adapter_parse_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        turn = _turn.get()
+        if turn is not None:
+            turn.depth += 1
+
+    def on_adapter_parse_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        turn = _turn.get()
+        if turn is None:
+            return
+        turn.depth -= 1
+        # An adapter's `parse` may call its parent's, which reports too: only the outermost counts.
+        if turn.depth or not turn.unread:
+            return
+        entry = turn.unread.pop(0)
+        if exception is not None:
+            with self._lock:
+                entry.call = replace(entry.call, parsed=False, parsed_share=parsed_share(exception))
+
+
+def parsed_share(error: BaseException) -> float:
+    """Share of the output fields that could be read although the answer as a whole could not: 0 or more, below 1."""
+    if not isinstance(error, AdapterParseError) or not isinstance(error.parsed_result, dict):
+        return 0.0
+    wanted = error.signature.output_fields.keys()
+    read = min(len(wanted & error.parsed_result.keys()), len(wanted) - 1)
+    return read / len(wanted)
+
+
+def _place(entry: _Entry) -> tuple[Any, ...]:
+    if not entry.concurrent:
+        return (entry.section, 0)
+    return (entry.section, 1, entry.call.module, entry.call.prompt_ids, entry.call.seed)
+
+
+def _refuse_unsupported(request: lm15.Request) -> None:
+    """A wish that an `Engine` cannot meet is an error rather than overlooked."""
+    names = ("stop", "seed", "response_format", "frequency_penalty", "presence_penalty")
+    wishes = [name for name in names if getattr(request.config, name)] + ["tools"] * bool(request.tools)
+    if wishes:
+        raise lm15.UnsupportedFeatureError(
+            f"This module's LM call sets {', '.join(wishes)}, which trained modules cannot have. Remove it from the "
+            "predictor, or give the predictor an LM of its own."
+        )
+
+
+def _messages(request: lm15.Request) -> list[dict[str, Any]]:
+    system = request.system
+    parts = (lm15.TextPart(system),) if isinstance(system, str) else system or ()
+    first = [{"role": "system", "content": _content(parts)}] if parts else []
+    roles = {"developer": "system"}
+    return first + [{"role": roles.get(m.role, m.role), "content": _content(m.parts)} for m in request.messages]
+
+
+def _content(parts: tuple[Any, ...]) -> str | list[dict[str, Any]]:
+    if all(isinstance(part, lm15.TextPart) for part in parts):
+        return "\n".join(part.text for part in parts)
+    return [_block(part) for part in parts]
+
+
+def _block(part: Any) -> dict[str, Any]:
+    match part:
+        case lm15.TextPart():
+            return {"type": "text", "text": part.text}
+        case lm15.ImagePart():
+            return {"type": "image", "url": part.url or f"data:{part.media_type};base64,{part.data}"}
+    raise lm15.UnsupportedFeatureError(f"A prompt cannot hold content of type '{part.type}', only text and images.")
+
+
+def _images(request: lm15.Request) -> tuple[str, ...]:
+    parts = [part for message in request.messages for part in message.parts if isinstance(part, lm15.ImagePart)]
+    return tuple(hashlib.sha256(part.url.encode() if part.url else part.bytes).hexdigest() for part in parts)
+
+
+def _error(refusal: Refusal) -> lm15.LM15Error:
+    match refusal.kind:
+        case "context_overflow":
+            return lm15.ContextLengthError(refusal.message)
+        case "timeout":
+            return lm15.TimeoutError(refusal.message)
+    return lm15.ServerError(refusal.message)
+
+
+def _response(request: lm15.Request, wanted: SampleRequest, answer: Completion) -> lm15.Response:
+    return lm15.Response(
+        id=None,
+        model=request.model,
+        message=lm15.Message.assistant(answer.text),
+        # DSPy would log a warning for every `length`; the call's record has the true reason.
+        finish_reason="stop",
+        usage=lm15.Usage(input_tokens=len(wanted.prompt_ids), output_tokens=len(answer.token_ids)),
+    )
+
+
+def _first(own: float | int | None, default: float | int) -> Any:
+    return default if own is None else own

@@ -1,0 +1,189 @@
+"""Runs the beginning that many prompts share once, for sampling and, with gradients, for training.
+
+The prompts of one module begin alike: instruction and demos. With P shared tokens, S own tokens and B rows:
+
+1. The beginning goes through the model once, as one row of P tokens; each layer's keys and values are kept.
+2. The rows go through as (B, S). A query scores the beginning's keys as one un-repeated block, one matrix product for
+   all rows of a key head, and its own row's keys; one softmax runs over both.
+3. While decoding, the rows' keys and values lie in buffers made for the whole answer: nothing is copied per token.
+
+Nothing is approximated: the result is that of B full rows of P + S tokens. The attention below is installed through
+transformers' `AttentionInterface`, so it serves every decoder whose layers attend to the full context.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F  # noqa: N812, the name everyone reads
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from twofold.errors import ModelError
+
+ATTENTION = "twofold_shared_prefix"
+
+
+def install(model: PreTrainedModel) -> None:
+    """Make `model` attend through this module.
+
+    Raises:
+        ModelError: a layer of the model looks at a window of the context only.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ModelError(
+            f"{config.model_type}: layers of kind {sorted(kinds - {'full_attention'})} are not supported. "
+            "Choose a model whose layers all attend to the full context, such as Llama or Qwen3."
+        )
+    model.set_attn_implementation(ATTENTION)
+
+
+class Beginning:
+    """Keys and values of the shared tokens: per layer two tensors of shape (key heads, P, head size)."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[1]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.layers.append((key[0], value[0]))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+class Rows:
+    """One pass over the rows' own tokens, all at once."""
+
+    def __init__(self, beginning: Beginning, mask: Tensor):
+        """`mask`: (B, S), true for tokens and false for padding, which may stand at either end."""
+        self.beginning = beginning
+        causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
+        self.bias = _bias(causal & mask[:, None, :])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return attend_to_both(query, self.beginning.layers[layer], (key, value), self.bias, scaling)
+
+
+class Decoding:
+    """Rows that grow by one token a step.
+
+    Buffers per layer: (B, key heads, S + room, head size), where `room` is the most tokens that can be added.
+    """
+
+    def __init__(self, beginning: Beginning, mask: Tensor, room: int):
+        """`mask`: (B, S) of the rows' own prompt tokens, padded on the left."""
+        self.beginning = beginning
+        self.mask = F.pad(mask, (0, room), value=True)
+        self.room = room
+        self.filled = 0
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if layer == len(self.buffers):
+            self.buffers.append((F.pad(key, (0, 0, 0, self.room)), F.pad(value, (0, 0, 0, self.room))))
+        end = self.filled + key.shape[2]
+        keys, values = self.buffers[layer]
+        keys[:, :, self.filled : end] = key
+        values[:, :, self.filled : end] = value
+        own = keys[:, :, :end], values[:, :, :end]
+        return attend_to_both(query, self.beginning.layers[layer], own, self._bias(end), scaling)
+
+    def _bias(self, end: int) -> Tensor:
+        causal = torch.ones(end, end, dtype=torch.bool, device=self.mask.device).tril()[self.filled :]
+        return _bias(causal & self.mask[:, None, :end])
+
+    def advance(self, tokens: int) -> None:
+        """Keep the last `tokens` tokens of every row, once the pass over them is done."""
+        self.filled += tokens
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only, in this order; a row may be taken several times."""
+        self.mask = self.mask[rows]
+        self.buffers = [(keys[rows], values[rows]) for keys, values in self.buffers]
+
+
+def attend_to_both(
+    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], bias: Tensor, scaling: float
+) -> Tensor:
+    """Attention of each row to the shared tokens and to its own.
+
+    Shapes: query (B, heads, T, D); shared (key heads, P, D) twice; own (B, key heads, S, D) twice; bias (B, T, S),
+    added to the scores of own tokens. Returns (B, T, heads, D).
+    """
+    batch, heads, length, size = query.shape
+    key_heads, shared_length, _ = shared[0].shape
+    # A key head serves `heads / key_heads` query heads: they become rows of one product, and no key is repeated.
+    query = (query * scaling).reshape(batch, key_heads, -1, size)
+    flat = query.transpose(0, 1).reshape(key_heads, -1, size)
+    to_shared = (flat @ shared[0].mT).view(key_heads, batch, -1, shared_length).transpose(0, 1)
+    to_own = (query @ own[0].mT).view(batch, key_heads, -1, length, own[0].shape[2]) + bias[:, None, None]
+    scores = torch.cat([to_shared, to_own.flatten(2, 3)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    on_shared = weights[..., :shared_length].transpose(0, 1).reshape(key_heads, -1, shared_length)
+    out = (on_shared @ shared[1]).view(key_heads, batch, -1, size).transpose(0, 1)
+    out = out + weights[..., shared_length:] @ own[1]
+    return out.reshape(batch, heads, length, size).transpose(1, 2)
+
+
+def run_beginning(model: PreTrainedModel, ids: Sequence[int]) -> Beginning:
+    """Run the shared tokens through the model; with gradients unless they are switched off around it."""
+    beginning = Beginning()
+    tokens = torch.tensor([ids], device=model.device)
+    positions = torch.arange(len(ids), device=model.device)[None]
+    _hidden(model, tokens, positions, beginning)
+    return beginning
+
+
+def run_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: Beginning) -> Tensor:
+    """Last hidden states, (B, S, hidden), of rows that go on from `beginning`; `ids` and `mask` are (B, S)."""
+    return _hidden(model, ids, positions_after(beginning, mask), Rows(beginning, mask))
+
+
+def run_step(model: PreTrainedModel, ids: Tensor, positions: Tensor, decoding: Decoding) -> Tensor:
+    """Last hidden states, (B, T, hidden), of tokens that are added to the rows; `ids` and `positions` are (B, T)."""
+    hidden = _hidden(model, ids, positions, decoding)
+    decoding.advance(ids.shape[1])
+    return hidden
+
+
+def positions_after(beginning: Beginning, mask: Tensor) -> Tensor:
+    """Positions of the rows' own tokens in the full sequence; padding takes that of the token before it."""
+    return beginning.length + (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def shared_length(rows: Sequence[Sequence[int]]) -> int:
+    """How many tokens all rows begin with, leaving every row at least one token of its own."""
+    shortest = min(map(len, rows)) - 1
+    first = rows[0]
+    return next((k for k in range(shortest) if any(row[k] != first[k] for row in rows)), max(shortest, 0))
+
+
+def _hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Beginning | Rows | Decoding) -> Tensor:
+    decoder = model.get_decoder()
+    out = decoder(input_ids=ids, position_ids=positions, use_cache=False, attention=attention)
+    return out.last_hidden_state
+
+
+def _bias(visible: Tensor) -> Tensor:
+    # Finite, so that a padding row, which sees nothing, stays free of NaN.
+    return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, -1e9)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    attention: Beginning | Rows | Decoding,
+    **_: object,
+) -> tuple[Tensor, None]:
+    return attention.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(ATTENTION, _attention)

@@ -1,0 +1,156 @@
+"""Programs: loading a pipeline by name, naming its modules, giving each an LM, and keeping their state.
+
+A module's name is the dotted path of its predictor in the program (`route`, `hops[0].query.predict`). Two predictors
+that share a signature are two modules; one predictor called in a loop, or reachable under two paths, is one.
+"""
+
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import dspy
+
+from twofold import digests
+from twofold.errors import PipelineError
+from twofold.settings import Settings
+
+Splits = tuple[list[dspy.Example], list[dspy.Example], list[dspy.Example]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What a file `pipelines/NAME.py` gives."""
+
+    name: str
+    path: Path
+    program: Callable[[], dspy.Module]
+    """Makes the program, untrained and without an LM."""
+    metric: Callable[..., Any]
+    """A DSPy metric on the final output: a number, or named channels."""
+    load: Callable[[Settings], Splits]
+    """Gives the train, dev and test examples."""
+    scaffold: Callable[..., Any] | None
+    """A scripted teacher, when the file has one."""
+    accuracy: Callable[..., Any] | None
+    """The metric that strategies are compared by, when it is not the reward's."""
+    digest: str
+    """sha256 of the file."""
+
+
+def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
+    """Import `folder/NAME.py`.
+
+    Raises:
+        PipelineError: there is no such file, it cannot be imported, or it lacks `program`, `metric` or `load`.
+    """
+    path = folder / f"{name}.py"
+    if not path.is_file():
+        raise PipelineError(_missing(name, folder))
+    module = _import(name, path)
+    needed = [part for part in ("program", "metric", "load") if not callable(getattr(module, part, None))]
+    if needed:
+        raise PipelineError(f"{path} must define {', '.join(f'`{part}`' for part in needed)}, each a function.")
+    return Pipeline(
+        name=name,
+        path=path,
+        program=module.program,
+        metric=module.metric,
+        load=module.load,
+        scaffold=getattr(module, "scaffold", None),
+        accuracy=getattr(module, "accuracy", None),
+        digest=digests.of_file(path),
+    )
+
+
+def modules(program: dspy.Module) -> dict[str, dspy.Predict]:
+    """Each predictor of the program by its dotted path; one that is reachable under two paths appears once.
+
+    The names are DSPy's own (`named_predictors`). DSPy leaves out predictors inside a compiled submodule or inside a
+    list of lists; here they follow, under the path that leads to them, because they too need an LM to run.
+    """
+    found = dict(program.named_predictors())
+    known = {id(predictor) for predictor in found.values()}
+    for path, predictor in program.named_sub_modules(dspy.Predict):
+        if id(predictor) not in known:
+            found[path.removeprefix("self.")] = predictor
+    return found
+
+
+def bind(program: dspy.Module, lm_for: Callable[[str], dspy.LM]) -> dspy.Module:
+    """A copy of the program in which every predictor without an LM has the one that `lm_for` gives for its name.
+
+    A predictor with an LM of its own keeps it: its calls are neither recorded nor trained.
+    """
+    bound = program.deepcopy()
+    for name, predictor in modules(bound).items():
+        if predictor.lm is None:
+            predictor.lm = lm_for(name)
+    return bound
+
+
+def state(program: dspy.Module) -> dict[str, Any]:
+    """DSPy's state of the program (instructions, demos, per module), without LMs."""
+    return {name: {**part, "lm": None} for name, part in _unbound(program).dump_state().items()}
+
+
+def digest(program: dspy.Module) -> str:
+    """sha256 of the program's state: equal for programs that ask the same of an LM."""
+    return digests.of_json(state(program))
+
+
+def save_state(program: dspy.Module, path: Path) -> None:
+    """Write the program's state without its LMs, as JSON that `dspy.Module.load` reads too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.json")
+    _unbound(program).save(aside)
+    os.replace(aside, path)
+
+
+def load_state(program: dspy.Module, path: Path) -> None:
+    """Set the program's instructions and demos to those saved at `path`. LMs stay as they are.
+
+    Raises:
+        PipelineError: the file is missing, is no saved state, or was saved from a program with other modules.
+    """
+    lms = {name: predictor.lm for name, predictor in modules(program).items()}
+    try:
+        program.load(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PipelineError(
+            f"{path} holds no state of this program ({error!r}). Its modules are {', '.join(lms)}; save it again."
+        ) from error
+    for name, predictor in modules(program).items():
+        predictor.lm = lms[name]
+
+
+def _unbound(program: dspy.Module) -> dspy.Module:
+    copy = program.deepcopy()
+    for predictor in modules(copy).values():
+        predictor.lm = None
+    return copy
+
+
+def _import(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"twofold_pipeline_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    # Annotations of signatures and pydantic models are looked up in sys.modules.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise PipelineError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _missing(name: str, folder: Path) -> str:
+    there = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    near = difflib.get_close_matches(name, there, n=1)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    return f"There is no pipeline {folder / name}.py. {hint}Pipelines there: {', '.join(there) or 'none'}."

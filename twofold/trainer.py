@@ -1,0 +1,379 @@
+"""mmGRPO: one update of the policy from groups made elsewhere (arXiv 2508.04660, eq. 2).
+
+1. A row is one call of a member of a usable group: its prompt and completion tokens as they were sampled, the sampled
+   log-probabilities, and the member's advantage.
+2. Rows of one module go through the model in micro-batches. What their prompts share runs once, with gradients
+   (`prefix`), and the LM head sees completion positions only, as one flat (tokens, hidden) tensor.
+3. TRL's `GRPOTrainer` computes each token's loss: clipped probability ratio times advantage, less beta times the KL
+   divergence to the base model. All its averages are one formula, sum(w_t loss_t) / N, with
+
+       loss       w_t (module)   w_t (trajectory)   N
+       grpo       m / |o|        m / L              sum of m over members
+       bnpo       m              m                  sum of w_t
+       dapo       m              m                  sum of w_t
+       cispo      m              m                  sum of w_t
+       dr_grpo    m              m                  sum of m over rows, times max_tokens
+
+   where m is the member's weight, |o| the completion's length and L the length of all its rollout's completions.
+4. One step of the optimizer and of the scheduler ends the update. A round without a usable row takes none.
+
+What differs from `Trainer.train()`: the loop over micro-batches is ours, so that training can stop between any two
+rounds and go on to the same bytes.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import use_adapter
+
+from twofold import policy, prefix
+from twofold.records import Call, Group, Rollout, read_json, write_json
+from twofold.seeds import derive
+from twofold.settings import Loss, Settings, Weights
+
+ADAPTER = "adapter"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call to learn from."""
+
+    call: Call
+    advantage: float
+    member_weight: float
+    """m: how much the member counts among its group's members."""
+    length: int
+    """Tokens the member's loss is averaged over: those of the call, or of all calls of its rollout."""
+
+
+def rows_of(rollouts: Sequence[Rollout], groups: Sequence[Group], settings: Weights) -> tuple[list[Row], Counter[str]]:
+    """The rows of all usable groups, and how many members' calls were left out for which reason.
+
+    Reasons: `all_equal` (the group has no gradient), `empty` (no completion token), `bad_logprobs` (missing or not
+    finite), `greedy` (drawn at temperature 0, where every token has probability 1), `too_long` (longer than
+    `weights.context`).
+    """
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    rows: list[Row] = []
+    dropped: Counter[str] = Counter()
+    for group in groups:
+        for member in group.members:
+            calls = _calls_of(by_id[member.rollout_id], group.module, member.call_index)
+            length = sum(len(call.completion_ids) for call in calls)
+            for call in calls:
+                reason = "all_equal" if group.all_equal else _defect(call, settings)
+                if reason:
+                    dropped[reason] += 1
+                else:
+                    rows.append(Row(call, member.advantage, member.weight, length))
+    return rows, dropped
+
+
+def _calls_of(rollout: Rollout, module: str, index: int) -> list[Call]:
+    if not module:
+        return list(rollout.calls)
+    return [call for call in rollout.calls if (call.module, call.index) == (module, index)]
+
+
+def _defect(call: Call, settings: Weights) -> str:
+    if not call.completion_ids:
+        return "empty"
+    if len(call.logprobs) != len(call.completion_ids) or not all(map(math.isfinite, call.logprobs)):
+        return "bad_logprobs"
+    if call.temperature == 0:
+        return "greedy"
+    return "too_long" if len(call.prompt_ids) + len(call.completion_ids) > settings.context else ""
+
+
+def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
+    """Rows cut into batches of one module, one temperature and one first token, so that each shares a beginning."""
+    families: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        families[row.call.module, row.call.temperature, row.call.prompt_ids[0]].append(row)
+    for family in families.values():
+        # Rows of like length lie together: less padding, and the same batches every time.
+        family.sort(key=lambda row: len(row.call.prompt_ids) + len(row.call.completion_ids))
+        yield from (family[start : start + size] for start in range(0, len(family), size))
+
+
+def token_weight(row: Row, loss: Loss) -> float:
+    """w_t of each of the row's tokens (see the table above)."""
+    return row.member_weight / row.length if loss.type == "grpo" else row.member_weight
+
+
+def normalizer(rows: Sequence[Row], loss: Loss, max_tokens: int) -> float:
+    """N, over all rows of the update (see the table above)."""
+    if loss.type == "dr_grpo":
+        return max_tokens * sum(row.member_weight for row in rows)
+    return sum(token_weight(row, loss) * len(row.call.completion_ids) for row in rows)
+
+
+class Trainer:
+    """The policy while it is trained: one adapter, its optimizer and its scheduler.
+
+    `update` is a function of the checkpoint that is open, the groups and the settings: whether the checkpoint was just
+    made by this object or read from disk changes no byte of the next one.
+    """
+
+    def __init__(self, model_dir: Path, settings: Settings):
+        self.settings = settings
+        torch.manual_seed(derive(settings.seed, "adapter"))
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        self.trl = GroupTrainer(policy.load_base(model_dir, settings.model), tokenizer, settings)
+        self.model = self.trl.model
+        self._initial = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
+        self._restart()
+
+    def _restart(self) -> None:
+        """Forget all updates; the optimizer and the scheduler begin anew."""
+        options = self.settings.weights.optimizer
+        self.updates = 0
+        self.trl.optimizer = None
+        self.optimizer = self.trl.create_optimizer()
+        self.scheduler = get_scheduler(
+            options.schedule, self.optimizer, options.warmup_steps, num_training_steps=self.settings.weights.rounds
+        )
+
+    def open(self, folder: Path | None) -> None:
+        """Go on from the checkpoint in `folder`, or from the base model when it is None.
+
+        Raises:
+            RecordError: a file of the checkpoint is missing, torn, or from a newer version.
+            ModelError: the adapter does not fit the model.
+        """
+        self._restart()
+        if folder is None:
+            set_peft_model_state_dict(self.model, self._initial)
+            return
+        state = read_json(folder / STATE)
+        policy.load_adapter(self.model, folder / ADAPTER)
+        self.updates = state["updates"]
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
+            group["lr"] = rate
+        moments = load_file(folder / OPTIMIZER)
+        for name, parameter in self._trained():
+            found = {key.rpartition("/")[2]: value for key, value in moments.items() if key.startswith(name + "/")}
+            if found:
+                self.optimizer.state[parameter] = found
+
+    def save(self, folder: Path) -> str:
+        """Write a checkpoint into `folder`: `adapter/`, the optimizer's and the scheduler's state. Returns the policy's
+        digest."""
+        folder.mkdir(parents=True, exist_ok=True)
+        moments = {
+            f"{name}/{key}": value.contiguous()
+            for name, parameter in self._trained()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+        save_file(moments, folder / OPTIMIZER)
+        state = {
+            "updates": self.updates,
+            "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+            "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
+        }
+        write_json(state, folder / STATE)
+        return policy.save_adapter(self.model, folder / ADAPTER)
+
+    def update(self, rollouts: Sequence[Rollout], groups: Sequence[Group], round_number: int) -> dict[str, float]:
+        """One step on the groups of one round.
+
+        Returns metrics: `loss`, `grad_norm`, `learning_rate`, `entropy` (nats a token), `kl` (to the base, with beta),
+        `clip_share`, `sampler_gap` (mean absolute difference between the trainer's and the sampler's log-probability
+        of a token), `rows`, `tokens`, `dropped/REASON` per reason, and `updated`: 1, or 0 when there was nothing to
+        learn from or the gradient was not finite.
+        """
+        weights = self.settings.weights
+        rows, dropped = rows_of(rollouts, groups, weights)
+        metrics = {f"dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
+        metrics |= {"rows": float(len(rows)), "updated": 0.0}
+        if not rows:
+            return metrics
+        torch.manual_seed(derive(self.settings.seed, "update", round_number))
+        total = normalizer(rows, weights.loss, self.settings.sampling.max_tokens)
+        self.model.train()
+        batches = [self._backward(batch, total) for batch in micro_batches(rows, weights.micro_batch)]
+        self.model.eval()
+        return metrics | _summed(batches) | self._step()
+
+    def _backward(self, rows: list[Row], total: float) -> dict[str, float]:
+        """Add one micro-batch's gradient. Returns its loss, its tokens, and token-weighted sums of its metrics."""
+        self.trl.reset_metrics()
+        loss = self.trl.loss_of(rows, self.settings.weights.loss, total)
+        self.trl.accelerator.backward(loss)
+        tokens = sum(len(row.call.completion_ids) for row in rows)
+        sampled = torch.tensor([value for row in rows for value in row.call.logprobs])
+        gap = (self.trl.scored.cpu() - sampled).abs().mean().item()
+        means = {**self.trl.batch_metrics(), "sampler_gap": gap}
+        return {"loss": loss.item(), "tokens": float(tokens)} | {name: value * tokens for name, value in means.items()}
+
+    def _step(self) -> dict[str, float]:
+        trained = [parameter for _, parameter in self._trained()]
+        norm = self.trl.accelerator.clip_grad_norm_(trained, self.settings.weights.optimizer.grad_clip).item()
+        rate = self.optimizer.param_groups[0]["lr"]
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.scheduler.step()
+            self.updates += 1
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "learning_rate": rate, "updated": float(finite)}
+
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+
+class GroupTrainer(GRPOTrainer):
+    """TRL's trainer with rows instead of rewards: it computes losses, and is never asked to generate or to loop."""
+
+    def __init__(self, base: PreTrainedModel, tokenizer: Any, settings: Settings):
+        super().__init__(
+            model=base,
+            args=_config(settings, base.device),
+            reward_funcs=_no_reward,
+            train_dataset=Dataset.from_dict({"prompt": ["unused"] * 2}),
+            processing_class=tokenizer,
+            # TRL wraps the base itself, so that its reference for the KL is the base with the adapter switched off.
+            peft_config=policy.lora_config(settings.weights.lora),
+        )
+        # `dapo` divides the weighted sum of token losses by a number we give: the formula above. Only `cispo` has a
+        # token loss of its own.
+        self.loss_type = "cispo" if settings.weights.loss.type == "cispo" else "dapo"
+        self.current_gradient_accumulation_steps = 1  # TRL sets it when its own loop starts
+        self.scored = torch.empty(0)
+        """Log-probabilities of the completion tokens in the last micro-batch, row after row."""
+
+    def loss_of(self, rows: Sequence[Row], loss: Loss, total: float) -> Tensor:
+        """This micro-batch's part of the update's loss; `total` is N."""
+        self.temperature = rows[0].call.temperature
+        inputs = {name: value.to(self.model.device) for name, value in _tensors(rows, loss, total).items()}
+        if self.beta:
+            with torch.no_grad(), use_adapter(self.model, adapter_name=None):
+                inputs["ref_per_token_logps"] = self._reference(inputs)
+        return self.compute_loss(self.model, inputs)
+
+    def _reference(self, inputs: dict[str, Tensor]) -> Tensor:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return self._get_per_token_logps_and_entropies(self.model, ids, mask, inputs["completion_ids"].shape[1])[0]
+
+    def _get_per_token_logps_and_entropies(
+        self, model: PeftModel, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **_: Any
+    ) -> tuple[Tensor, Tensor, None]:
+        """TRL's hook that scores tokens: here with the shared beginning run once and a flat LM head.
+
+        Takes (B, prompt + completion) ids and mask; returns log-probabilities and entropies (B, completion).
+        """
+        mask = attention_mask.bool()
+        scored = mask[:, -logits_to_keep:]
+        head = model.get_output_embeddings()
+        with self.accelerator.autocast():
+            states = _states_before(model.get_base_model(), input_ids, mask, logits_to_keep)[scored]
+            logits = torch.nn.functional.linear(states, head.weight, head.bias)
+        distribution = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        chosen = distribution.gather(-1, input_ids[:, -logits_to_keep:][scored][:, None])[:, 0]
+        entropy = -(distribution.detach().exp() * distribution.detach()).sum(-1)
+        self.scored = chosen.detach()
+        nothing = torch.zeros(scored.shape, device=chosen.device)
+        return nothing.masked_scatter(scored, chosen), nothing.masked_scatter(scored, entropy), None
+
+    def reset_metrics(self) -> None:
+        self._metrics["train"].clear()
+
+    def batch_metrics(self) -> dict[str, float]:
+        """What TRL noted of the last micro-batch: means over its tokens."""
+        names = {
+            "entropy": "entropy",
+            "kl": "kl",
+            "clip_ratio/region_mean": "clip_share",
+            "cispo_clip_ratio": "clip_share",
+        }
+        noted = self._metrics["train"]
+        return {ours: noted[theirs][-1] for theirs, ours in names.items() if noted.get(theirs)}
+
+
+def _states_before(model: PreTrainedModel, ids: Tensor, mask: Tensor, completion: int) -> Tensor:
+    """The hidden state before each completion position, (B, completion, hidden); it predicts the token there.
+
+    Rows are [padding | prompt | completion | padding]. The P tokens that all prompts begin with run once. The other
+    columns, from P on, hold every row's own tokens; what a row still has of padding and shared tokens there is masked.
+    """
+    width = ids.shape[1] - completion
+    prompts = [row[keep].tolist() for row, keep in zip(ids[:, :width], mask[:, :width], strict=True)]
+    shared = prefix.shared_length(prompts)
+    beginning = prefix.run_beginning(model, prompts[0][:shared])
+    columns = torch.arange(shared, ids.shape[1], device=ids.device)
+    first_own = mask.long().argmax(dim=1, keepdim=True) + shared
+    hidden = prefix.run_rows(model, ids[:, shared:], mask[:, shared:] & (columns >= first_own), beginning)
+    return hidden[:, width - shared - 1 : -1]
+
+
+def _tensors(rows: Sequence[Row], loss: Loss, total: float) -> dict[str, Tensor]:
+    """TRL's inputs for one micro-batch: prompts padded on the left, completions on the right."""
+    prompts = [torch.tensor(row.call.prompt_ids) for row in rows]
+    completions = [torch.tensor(row.call.completion_ids) for row in rows]
+    weights = [torch.full((len(row.call.completion_ids),), token_weight(row, loss)) for row in rows]
+    return {
+        "prompt_ids": pad_sequence(prompts, batch_first=True, padding_side="left"),
+        "prompt_mask": pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left"),
+        "completion_ids": pad_sequence(completions, batch_first=True),
+        "completion_mask": pad_sequence([torch.ones_like(c) for c in completions], batch_first=True),
+        # TRL multiplies its token mask by this one: the place for w_t.
+        "tool_mask": pad_sequence(weights, batch_first=True),
+        "old_per_token_logps": pad_sequence([torch.tensor(row.call.logprobs) for row in rows], batch_first=True),
+        "advantages": torch.tensor([row.advantage for row in rows]),
+        "num_items_in_batch": torch.tensor(total),
+    }
+
+
+def _config(settings: Settings, device: torch.device) -> GRPOConfig:
+    weights = settings.weights
+    return GRPOConfig(
+        output_dir="unused",  # nothing is ever written there
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=device.type == "cpu",
+        bf16=settings.model.dtype == "bfloat16",
+        fp16=settings.model.dtype == "float16",
+        seed=settings.seed,
+        per_device_train_batch_size=2,  # of the placeholder rows; ours come in micro-batches of their own
+        num_generations=2,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        beta=weights.loss.beta,
+        epsilon=weights.loss.epsilon_low,
+        epsilon_high=weights.loss.epsilon_high,
+        temperature=weights.draw.temperature or 1.0,
+        max_completion_length=settings.sampling.max_tokens,
+        learning_rate=weights.optimizer.learning_rate,
+        weight_decay=weights.optimizer.weight_decay,
+        max_grad_norm=weights.optimizer.grad_clip,
+        max_steps=weights.rounds,
+        optim="adamw_torch",
+    )
+
+
+def _summed(batches: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Losses and tokens summed, the other metrics averaged over tokens."""
+    tokens = sum(batch["tokens"] for batch in batches)
+    sums = {name: sum(batch[name] for batch in batches) for name in batches[0]}
+    return {name: total if name in ("loss", "tokens") else total / tokens for name, total in sums.items()}
+
+
+def _no_reward(**_: Any) -> list[float]:
+    raise NotImplementedError("rewards are made before the update; TRL must never ask for one")
