@@ -1,7 +1,7 @@
 """One step of a stage: cached under our own key, verified, retried.
 
-1. A step's key is the sha256 of its name, the digest of our code, and its inputs: the settings it reads and plain values
-   as JSON, files by digest, never by path.
+1. A step's key is the sha256 of its name, the digest of our code, and its inputs: the settings it reads and plain
+   values as JSON, files by digest, never by path.
 2. The step writes into a folder beside its place and takes that place when it is complete.
 3. Its result is a manifest: where its files are, the digest of each, and its metrics. Prefect keeps it as JSON.
 4. A manifest found under the key is believed only when each file is there and has its digest; else the step runs again.

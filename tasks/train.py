@@ -5,7 +5,7 @@ from pathlib import Path
 from tasks.candidate import Candidate
 from tasks.group import GROUPS
 from tasks.step import Manifest, step
-from twofold import policy
+from twofold import digests, policy
 from twofold.records import BASE_POLICY, Checkpoint, read_groups, read_rollouts, write_json
 from twofold.settings import Settings
 from twofold.trainer import ADAPTER
@@ -32,6 +32,7 @@ def train(
             "data": data.digest,
             "program": candidate.program.digest,
             "pipeline": candidate.code,
+            "settings": digests.of_json(settings.weights.model_dump(mode="json")),
             "groups": grouped.outputs[GROUPS],
         },
         metrics=metrics,

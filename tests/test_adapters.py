@@ -46,11 +46,11 @@ def test_a_chat_of_instruction_demos_and_input():
     demos = [dspy.Example(problem="card declined", team="Billing"), {"problem": "app crashes", "team": "Tech support"}]
     assert chat(Route, demos, problem="late\nparcel") == [
         ("system", "Pick the team for a customer's problem."),
-        ("user", "Problem: card declined"),
+        ("user", "Problem: card declined\nTeam:"),
         ("assistant", "Billing"),
-        ("user", "Problem: app crashes"),
+        ("user", "Problem: app crashes\nTeam:"),
         ("assistant", "Tech support"),
-        ("user", "Problem: late\nparcel"),
+        ("user", "Problem: late\nparcel\nTeam:"),
     ]
 
 
@@ -92,11 +92,11 @@ def test_history_becomes_turns():
     history = dspy.History(messages=[{"question": "one?", "answer": "1"}, {"question": "two?", "answer": "2"}])
     assert chat(Talk, question="three?", history=history) == [
         ("system", "Talk."),
-        ("user", "Question: one?"),
+        ("user", "Question: one?\nAnswer:"),
         ("assistant", "1"),
-        ("user", "Question: two?"),
+        ("user", "Question: two?\nAnswer:"),
         ("assistant", "2"),
-        ("user", "Question: three?"),
+        ("user", "Question: three?\nAnswer:"),
     ]
 
 

@@ -20,7 +20,7 @@ REWARDS = Rewards(failure=0.0, format_failure=-1.0)
 def rollout(
     rollout_id: str, modules: str, reward: float = 0.0, example_id: str = "e", bad: dict[int, float] | None = None, **kw
 ) -> Rollout:
-    """A rollout that called `modules` (one letter each) in this order; `bad` maps a call's order to its share parsed."""
+    """A rollout that called `modules` (one letter each) in this order; `bad` maps an order to the share that parsed."""
     seen: dict[str, int] = defaultdict(int)
     calls = []
     for order, module in enumerate(modules):
@@ -426,13 +426,13 @@ def test_account_of_module_groups():
 
 
 def test_account_of_truncated_and_ragged_groups():
-    rollouts = batch(UNEVEN)
+    rollouts = batch(["aaaa", "aaa", "aa", "a"])
     truncated = account(rollouts, make_groups(rollouts, Grouping(size=4, pad="truncate"), REWARDS, 0))
-    assert (truncated["dropped/truncated"], truncated["dropped/one_rollout"]) == (1, 1)
-    assert (truncated["calls_grouped"], truncated["calls_no_group"]) == (4, 4)
+    assert (truncated["dropped/truncated"], truncated["dropped/one_rollout"]) == (2, 1)
+    assert (truncated["calls_grouped"], truncated["calls_no_group"]) == (4, 6)
     ragged = account(rollouts, make_groups(rollouts, Grouping(size=4, pad="ragged"), REWARDS, 0))
     assert (ragged["dropped/truncated"], ragged["dropped/one_rollout"]) == (0, 1)
-    assert (ragged["calls_grouped"], ragged["calls_no_group"]) == (7, 1)
+    assert (ragged["calls_grouped"], ragged["calls_no_group"]) == (9, 1)
 
 
 def test_account_of_trajectory_groups():

@@ -45,7 +45,7 @@ def test_a_call_is_recorded_as_it_was_sampled():
     (call,) = recorder.calls
     (request,) = engine.requests
     assert lm.model == "twofold/m@abc"
-    assert decode(call.prompt_ids).endswith("[user]\nQ: Is it?\n[assistant]\n")
+    assert decode(call.prompt_ids).endswith("[user]\nQ: Is it?\nA:\n[assistant]\n")
     assert call.prompt_ids == request.prompt_ids
     assert call.completion_ids == (*b"yes", EOS)
     assert call.logprobs == (-0.5,) * 4
@@ -236,7 +236,7 @@ def test_images_reach_the_engine_and_their_digests_the_record():
     with recording(recorder, make_adapter("plain")):
         predictor(module_lm("m", engine, Draw(), 9), "picture: dspy.Image -> a")(picture=dspy.Image(url))
     assert recorder.calls[0].images == (hashlib.sha256(base64.b64decode(PIXEL)).hexdigest(),)
-    assert [part["type"] for part in engine.content] == ["text", "image"]
+    assert [part["type"] for part in engine.content] == ["text", "image", "text"]
     assert engine.content[1]["url"] == url
 
 
@@ -249,6 +249,6 @@ def test_a_whole_chat_reaches_the_engine_as_it_was():
         lm(lm15.Request(model=lm.model, messages=(lm15.Message.developer("Rule."), lm15.Message.user("Hi"))))
     first, second = (decode(request.prompt_ids) for request in engine.requests)
     assert first == (
-        "[system]\nLine one.\n\nLine two.\n[user]\nQ: d\n[assistant]\ne\n[user]\nQ:  spaced \n[assistant]\n"
+        "[system]\nLine one.\n\nLine two.\n[user]\nQ: d\nA:\n[assistant]\ne\n[user]\nQ:  spaced \nA:\n[assistant]\n"
     )
     assert second == "[system]\nRule.\n[user]\nHi\n[assistant]\n"

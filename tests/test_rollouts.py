@@ -522,7 +522,7 @@ def test_progress_is_reported_after_each_rollout():
     assert (last.total, last.statuses) == (4, {"ok": 2, "parse_error": 2})
     # "ok" and its end are three tokens, an empty answer is its end alone.
     assert last.tokens_out == 2 * 3 + 2 * 1
-    assert last.tokens_in == 4 * len("[system]\nAnswer.\n[user]\nQ: a\n[assistant]\n")
+    assert last.tokens_in == 4 * len("[system]\nAnswer.\n[user]\nQ: a\nA:\n[assistant]\n")
     assert last.tokens_per_second == pytest.approx(last.tokens_out / last.seconds)
     assert last.eta == 0
     assert Progress(1, 4, {}, 0, 0, seconds=2.0).eta == 6.0

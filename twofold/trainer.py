@@ -162,7 +162,7 @@ class Trainer:
         state = read_json(folder / STATE)
         policy.load_adapter(self.model, folder / ADAPTER)
         self.updates = state["updates"]
-        self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None]})
         for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate
         moments = load_file(folder / OPTIMIZER)

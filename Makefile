@@ -1,0 +1,31 @@
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export DO_NOT_TRACK := true
+export DVC_NO_ANALYTICS := 1
+export MLFLOW_DISABLE_TELEMETRY := true
+PYTHON ?= python3
+READY := .venv/.ready
+
+.PHONY: setup demo test ui clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Twofold needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: setup
+	dvc repro
+
+test: setup
+	python -m pytest
+
+# The runs and models of this checkout, on http://127.0.0.1:5000
+ui: setup
+	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port 5000 \
+		--backend-store-uri sqlite:///$(CURDIR)/.work/mlflow.db --artifacts-destination $(CURDIR)/.work/mlflow-artifacts
+
+# What a run makes, the caches included; the environment and DVC's own cache stay.
+clean:
+	rm -rf .work outputs/vanilla outputs/weights data/prepared data/models reports

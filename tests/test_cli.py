@@ -1,0 +1,140 @@
+"""`twofold check`, the plan behind it, and the errors a user sees."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import dspy
+import pytest
+import yaml
+
+from tests.tiny import PIPELINE, SETTINGS, make_model
+from twofold.cli import main
+from twofold.plan import examples_of_round, prompt_tokens, work
+from twofold.settings import Settings
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the tiny pipeline, its data, model and settings."""
+    (tmp_path / "pipelines").mkdir()
+    (tmp_path / "pipelines/tiny.py").write_text(PIPELINE)
+    (tmp_path / "data/tiny").mkdir(parents=True)
+    lines = [f'{{"id": "e{k}", "text": "text number {k}"}}\n' for k in range(14)]
+    (tmp_path / "data/tiny/examples.jsonl").write_text("".join(lines))
+    make_model(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    settle(tmp_path)
+    return tmp_path
+
+
+def settle(project: Path, **changes: object) -> None:
+    (project / "params.yaml").write_text(yaml.safe_dump({**SETTINGS, **changes}, sort_keys=False))
+
+
+def test_check_shows_settings_data_model_and_plan(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    shown = capsys.readouterr().out
+    assert "modules restate, answer" in shown
+    assert "6 train, 4 dev, 4 test" in shown
+    assert "./base: copied from ./base" in shown
+    assert "epsilon_high: 0.2" in shown
+    # 4 dev; 3 rounds of 3 x 4; dev after rounds 2 and 3; test for two strategies: 56 rollouts of two calls each.
+    (total,) = (line for line in shown.splitlines() if "total" in line)
+    assert total.replace("│", " ").split()[1:3] == ["56", "112"]
+    assert sorted(path.name for path in project.iterdir()) == ["base", "data", "params.yaml", "pipelines"]
+
+
+def test_check_cuts_the_data(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settle(project, data={"train": 5, "test": 1})
+    assert main(["check"]) == 0
+    assert "5 train, 4 dev, 1 test" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeed": 1}, "unknown key 'seeed'. Did you mean 'seed'?"),
+        ({"pipeline": "tinny"}, "Did you mean 'tiny'?"),
+        ({"model": {"source": "./none"}}, "./none: no such folder"),
+        ({"sampling": {"context": 8, "max_tokens": 9}}, "sampling.max_tokens must be smaller"),
+    ],
+)
+def test_errors_are_said_in_words(
+    project: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    settle(project, **changes)
+    assert main(["check"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_missing_settings_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--params", "none.yaml"]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_example_in_two_splits_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = PIPELINE.replace("examples[6:10]", "examples[5:10]")
+    (project / "pipelines/tiny.py").write_text(shared)
+    assert main(["check"]) == 2
+    assert "example e5 is both in train and in dev" in capsys.readouterr().err
+
+
+def test_warnings_are_shown(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settle(project, weights={**SETTINGS["weights"], "lora": {"dropout": 0.1}})
+    assert main(["check"]) == 0
+    assert "warning: weights.lora.dropout is not 0" in capsys.readouterr().err
+
+
+def test_help_waits_for_no_library() -> None:
+    code = "import sys, twofold.cli; print(sorted({'dspy', 'torch', 'rich', 'pydantic', 'yaml'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_flow_with_wrong_settings_ends_in_words(project: Path) -> None:
+    settle(project, weights={"roundz": 3})
+    command = [sys.executable, "-m", "flows.compare", "--params", "params.yaml"]
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": root})
+    assert done.returncode == 2
+    assert "unknown key 'weights.roundz'. Did you mean 'rounds'?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_epoch_sees_every_example_once() -> None:
+    names = [f"e{k}" for k in range(12)]
+    epochs = [[examples_of_round(names, 4, 3 * epoch + step, 0) for step in range(3)] for epoch in range(2)]
+    orders = [[name for step in epoch for name in step] for epoch in epochs]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(names)
+    assert orders[0] != orders[1]
+    assert examples_of_round(names, 4, 0, 1) != epochs[0][0]
+
+
+def test_leftovers_wait_and_few_examples_all_train() -> None:
+    names = [f"e{k}" for k in range(7)]
+    steps = [examples_of_round(names, 3, k, 0) for k in range(200)]
+    assert {len(set(step)) for step in steps} == {3}
+    assert set(Counter(name for step in steps for name in step)) == set(names)
+    assert sorted(examples_of_round(names, 50, 9, 0)) == names
+
+
+def test_work_by_hand() -> None:
+    settings = Settings.model_validate(SETTINGS)
+    planned = work(settings, {"train": 2, "dev": 4, "test": 5}, predictors=3, prompt_tokens=10)
+    # Two examples of the three a step would take: 3 rounds x 2 x 4.
+    assert [one.rollouts for one in planned] == [4, 24, 8, 10]
+    assert [one.calls for one in planned] == [12, 72, 24, 30]
+    assert planned[1].tokens_in == 720
+    assert planned[1].tokens_out == 72 * 6
+
+
+def test_prompt_tokens_by_hand() -> None:
+    program = dspy.Predict(dspy.Signature("text -> answer", "x" * 40))
+    program.demos = [{"text": "yyyy", "answer": "zz"}]
+    # Instruction 40, demo "text: yyyy" 10 and "answer: zz" 10, input "text: uuuuuuuuuuuuuu" 20: 80 characters.
+    assert prompt_tokens(program, [dspy.Example(text="u" * 14).with_inputs("text")]) == 20

@@ -1,0 +1,145 @@
+"""Whole runs of the tiny pipeline: through DVC, killed and continued, and what they leave behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.train_weights import Round, best
+from tasks.step import Manifest
+from tests.tiny import environment, make_checkout
+from twofold.records import read_checkpoint, read_groups, read_rollouts
+
+SECRET = "geheim-4711"
+
+
+def dvc(folder: Path, *arguments: str) -> str:
+    """The output of a DVC command, which must succeed."""
+    command = [sys.executable, "-m", "dvc", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(OPENAI_API_KEY=SECRET, HF_TOKEN=SECRET),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which `dvc repro` has run."""
+    folder = make_checkout(tmp_path_factory.mktemp("run") / "checkout")
+    dvc(folder, "repro")
+    return folder
+
+
+@pytest.mark.slow
+def test_run_leaves_all_it_should(checkout: Path) -> None:
+    report = json.loads((checkout / "reports/compare.json").read_text())
+    columns = {"score", "ci_low", "ci_high", "n", "format_rate", "rollouts", "tokens_in", "tokens_out", "seconds"}
+    assert {name: set(row) for name, row in report["strategies"].items()} == {"vanilla": columns, "weights": columns}
+    assert [row["n"] for row in report["strategies"].values()] == [4, 4]
+    # Training: 3 rounds of 3 x 4, and dev (4 examples) after rounds 2 and 3. Each strategy: 4 test examples.
+    assert [row["rollouts"] for row in report["strategies"].values()] == [4, 3 * 12 + 2 * 4 + 4]
+    gain = report["differences"]["weights - vanilla"]["difference"]
+    scores = {name: row["score"] for name, row in report["strategies"].items()}
+    assert gain == pytest.approx(scores["weights"] - scores["vanilla"])
+    weights = checkout / "outputs/weights"
+    assert len(read_rollouts(weights / "records")) == 36
+    assert {group.module for group in read_groups(weights / "records/groups.parquet")} == {"restate", "answer"}
+    chosen = read_checkpoint(weights / "checkpoint/checkpoint.json")
+    assert chosen.round in (2, 3)
+    assert set(chosen.digests) == {"model", "data", "program", "pipeline", "settings", "groups"}
+    assert (weights / "checkpoint/adapter/adapter_model.safetensors").is_file()
+    history = (weights / "rounds.csv").read_text().splitlines()
+    assert history[0].startswith("round,reward,")
+    assert [line.split(",")[0] for line in history[1:]] == ["1", "2", "3"]
+
+
+@pytest.mark.slow
+def test_each_round_samples_from_the_checkpoint_before(checkout: Path) -> None:
+    policies: dict[str, set[str]] = {}
+    for rollout in read_rollouts(checkout / "outputs/weights/records"):
+        policies.setdefault(rollout.rollout_id.split("/")[1], set()).update(call.policy for call in rollout.calls)
+    made = {
+        read_checkpoint(path).round: read_checkpoint(path).policy
+        for path in checkout.glob(".work/weights/*/round-*/checkpoint/checkpoint.json")
+    }
+    assert policies == {"0": {"base"}, "1": {made[1]}, "2": {made[2]}}
+
+
+@pytest.mark.slow
+def test_second_repro_runs_nothing(checkout: Path) -> None:
+    assert "Running stage" not in dvc(checkout, "repro")
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=checkout, capture_output=True, text=True, check=True)
+    assert sorted(status.stdout.split()[1::2]) == ["dvc.lock", "reports/"]
+
+
+@pytest.mark.slow
+def test_nothing_pickled_and_no_secret_is_left(checkout: Path) -> None:
+    files = [path for path in checkout.rglob("*") if path.is_file() and ".git" not in path.parts]
+    assert len(files) > 100
+    assert not [path for path in files if path.suffix in {".pkl", ".pickle", ".pt", ".bin"}]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_to_the_same_bytes(checkout: Path, tmp_path: Path) -> None:
+    published = checkout / "outputs/weights/checkpoint"
+    wanted = Manifest.of(published).outputs
+    shutil.rmtree(published.parent)
+    shutil.rmtree(checkout / ".work/weights")
+    shutil.rmtree(checkout / ".work/prefect/storage")
+    command = [sys.executable, "-m", "flows.train_weights"]
+    with (tmp_path / "log").open("w") as log:
+        # A session of its own, so that Prefect's temporary server dies with it.
+        killed = subprocess.Popen(
+            command, cwd=checkout, env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
+        while not list(checkout.glob(".work/weights/*/round-0001/groups")):
+            assert killed.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+    finished = _identities(checkout, "round-0000/*/*")
+    assert len(finished) >= 8
+    assert not published.exists()
+    subprocess.run(command, cwd=checkout, env=environment(), check=True, capture_output=True)
+    assert _identities(checkout, "round-0000/*/*") == finished
+    assert Manifest.of(published).outputs == wanted
+
+
+def _identities(checkout: Path, pattern: str) -> dict[str, int]:
+    """Inode of every file under the work folder; a step that ran again has new ones."""
+    return {path.as_posix(): path.stat().st_ino for path in checkout.glob(f".work/weights/*/{pattern}")}
+
+
+@pytest.mark.slow
+def test_second_stage_at_once_is_refused(checkout: Path) -> None:
+    from filelock import FileLock
+
+    (checkout / ".work/owner").write_text("stage weights, process 1")
+    with FileLock(checkout / ".work/pipeline.lock"):
+        command = [sys.executable, "-m", "flows.compare"]
+        done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Another stage works in this checkout (stage weights, process 1)" in done.stderr
+
+
+def test_best_is_the_earliest_of_the_highest() -> None:
+    def round_with(number: int, score: float | None) -> Round:
+        dev = None if score is None else Manifest("dev", {}, {"score": score})
+        return Round(number, Manifest("groups", {}), Manifest("checkpoint", {}), {}, dev)
+
+    rounds = [round_with(1, 0.2), round_with(2, 0.5), round_with(3, None), round_with(4, 0.5), round_with(5, 0.4)]
+    assert best(rounds).number == 2

@@ -1,0 +1,485 @@
+"""The update, against independent formulas and against stock TRL."""
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.tiny import make_model
+from twofold import policy
+from twofold.errors import ModelError, RecordError
+from twofold.groups import make_groups
+from twofold.records import Call, Group, Rollout
+from twofold.sampling import SampleRequest
+from twofold.sampling.local import LocalEngine
+from twofold.settings import Rewards, Settings
+from twofold.trainer import Row, Trainer, micro_batches, normalizer, rows_of, token_weight
+
+TEXTS = ("blue", "the parcel is late", "red or green")
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def settings_for(**weights: object) -> Settings:
+    groups = {"size": 4, **weights.pop("groups", {})}
+    lora = {"r": 4, "alpha": 8, **weights.pop("lora", {})}
+    optimizer = {"learning_rate": 1e-2, **weights.pop("optimizer", {})}
+    return Settings.model_validate(
+        {
+            "model": {"device": "cpu", "dtype": "float32"},
+            "sampling": {"context": 256, "max_tokens": 8},
+            "weights": {"rounds": 10, "groups": groups, "lora": lora, "optimizer": optimizer, **weights},
+        }
+    )
+
+
+def sampled(
+    folder: Path,
+    settings: Settings,
+    modules: tuple[str, ...] = ("m",),
+    per_example: int = 4,
+    adapter: Path | None = None,
+) -> list[Rollout]:
+    """Real samples of the model: each rollout asks every module once, and is rewarded by a made-up number."""
+    engine = LocalEngine(folder, settings)
+    name = engine.load(adapter) if adapter else "base"
+    rollouts = []
+    for number, (text, k) in enumerate((text, k) for text in TEXTS for k in range(per_example)):
+        calls = []
+        for order, module in enumerate(modules):
+            prompt = engine.encode([{"role": "system", "content": module}, {"role": "user", "content": text}])
+            request = SampleRequest(prompt, 100 * number + order, 0.7, 1.0, 0, 8, name, module)
+            [answer] = engine.sample([request])
+            calls.append(call_of(f"{text}/{k}", module, order, request, answer))
+        rollouts.append(Rollout(f"{text}/{k}", text, 0, "student", tuple(calls), {}, reward=float(number * 7 % 5)))
+    return rollouts
+
+
+def call_of(rollout_id: str, module: str, order: int, request: SampleRequest, answer: object) -> Call:
+    return Call(
+        rollout_id=rollout_id,
+        module=module,
+        index=0,
+        order=order,
+        prompt_ids=request.prompt_ids,
+        completion_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        text=answer.text,
+        finish_reason=answer.finish_reason,
+        policy=answer.policy,
+        temperature=request.temperature,
+        seed=request.seed,
+    )
+
+
+def grouped(rollouts: list[Rollout], settings: Settings) -> list[Group]:
+    return make_groups(rollouts, settings.weights.groups, Rewards(), seed=0)
+
+
+def nudge(rollouts: list[Rollout]) -> list[Rollout]:
+    """Old log-probabilities as if another policy had sampled, some of them far enough to be clipped."""
+    shift = lambda call: tuple(value + 0.3 * math.sin(5 * k) for k, value in enumerate(call.logprobs))  # noqa: E731
+    return [replace(r, calls=tuple(replace(call, logprobs=shift(call)) for call in r.calls)) for r in rollouts]
+
+
+def gradients(trainer: Trainer, rows: list[Row]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of one update, before its step."""
+    settings = trainer.settings
+    total = normalizer(rows, settings.weights.loss, settings.sampling.max_tokens)
+    trainer.model.train()
+    parts = [trainer._backward(batch, total) for batch in micro_batches(rows, settings.weights.micro_batch)]
+    found = {name: p.grad.clone() for name, p in trainer._trained()}
+    trainer.optimizer.zero_grad()
+    return sum(part["loss"] for part in parts), found
+
+
+def shake(model: PeftModel) -> None:
+    """Make the adapter differ from zero."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def plain_model(folder: Path, trainer: Trainer) -> PeftModel:
+    """The policy as PEFT and transformers alone would run it."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = get_peft_model(base, policy.lora_config(trainer.settings.weights.lora))
+    state = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].copy_(value)
+    return model
+
+
+def plain_logps(model: torch.nn.Module, call: Call) -> torch.Tensor:
+    """Log-probabilities of one call's tokens from a forward of its whole, unpadded sequence."""
+    ids = torch.tensor([call.prompt_ids + call.completion_ids])
+    logits = model(ids).logits[0, len(call.prompt_ids) - 1 : -1] / call.temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(call.completion_ids)[:, None])[:, 0]
+
+
+def hand_loss(model: PeftModel, rows: list[Row], settings: Settings) -> torch.Tensor:
+    """Method §1, written down once more: clip(ratio) * advantage - beta * KL, averaged as the loss's name says."""
+    loss = settings.weights.loss
+    losses = []
+    for row in rows:
+        logps = plain_logps(model, row.call)
+        ratio = torch.exp(logps - torch.tensor(row.call.logprobs))
+        if loss.type == "cispo":
+            value = -ratio.clamp(max=loss.epsilon_high).detach() * row.advantage * logps
+        else:
+            clipped = ratio.clamp(1 - loss.epsilon_low, 1 + loss.epsilon_high)
+            value = -torch.minimum(ratio * row.advantage, clipped * row.advantage)
+        if loss.beta:
+            with torch.no_grad(), model.disable_adapter():
+                reference = plain_logps(model, row.call)
+            kl = torch.exp(reference - logps) - (reference - logps) - 1
+            value = value + loss.beta * kl * ratio
+        losses.append(value)
+    tokens = sum(map(len, losses))
+    weights = [row.member_weight for row in rows]
+    match loss.type:
+        case "grpo":
+            return sum(w * x.mean() for w, x in zip(weights, losses, strict=True)) / sum(weights)
+        case "dr_grpo":
+            return sum(w * x.sum() for w, x in zip(weights, losses, strict=True)) / (
+                sum(weights) * settings.sampling.max_tokens
+            )
+    assert set(weights) == {1.0}
+    return sum(x.sum() for x in losses) / tokens
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_loss_and_gradient_equal_the_formula(folder, kind, beta):
+    high = 1.2 if kind == "cispo" else 0.2
+    settings = settings_for(loss={"type": kind, "beta": beta, "epsilon_high": high}, micro_batch=5)
+    rollouts = nudge(sampled(folder, settings, ("m", "a longer name")))
+    rows, dropped = rows_of(rollouts, grouped(rollouts, settings), settings.weights)
+    assert len(rows) > 15
+    assert not dropped["bad_logprobs"]
+    trainer = Trainer(folder, settings)
+    shake(trainer.model)
+    model = plain_model(folder, trainer)
+    value, found = gradients(trainer, rows)
+    expected = hand_loss(model, rows, settings)
+    assert value == pytest.approx(expected.item(), abs=1e-5)
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_one_module_is_stock_grpo(folder, beta, tmp_path):
+    """Loss and gradient of TRL's own GRPOTrainer, which pads, scores and computes the advantages itself."""
+    settings = settings_for(loss={"beta": beta}, micro_batch=12)
+    trainer = Trainer(folder, settings)
+    shake(trainer.model)
+    trainer.save(tmp_path / "start")
+    rollouts = sampled(folder, settings, adapter=tmp_path / "start" / "adapter")
+    groups = grouped(rollouts, settings)
+    assert not any(group.all_equal for group in groups)
+    rows, _ = rows_of(rollouts, groups, settings.weights)
+    expected, wanted = stock_grpo(plain_model(folder, trainer), folder, rollouts, beta, tmp_path)
+    value, found = gradients(trainer, rows)
+    assert value == pytest.approx(expected, abs=1e-5)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4)
+
+
+def stock_grpo(
+    start: PeftModel, folder: Path, rollouts: list[Rollout], beta: float, tmp_path: Path
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """One backward pass of a GRPOTrainer that is given the rollouts' tokens and rewards, and nothing of ours."""
+    calls = {rollout.calls[0].seed: rollout for rollout in rollouts}
+    order = sorted(calls)
+
+    def replay(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
+        found = [calls[order[k]].calls[0] for k in range(len(prompts))]
+        return {
+            "prompt_ids": [list(call.prompt_ids) for call in found],
+            "completion_ids": [list(call.completion_ids) for call in found],
+            "logprobs": None,
+            "reward": [calls[order[k]].reward for k in range(len(prompts))],
+        }
+
+    stock = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            per_device_train_batch_size=len(rollouts),
+            num_generations=4,
+            temperature=0.7,
+            beta=beta,
+            loss_type="grpo",
+            max_completion_length=8,
+            gradient_checkpointing=False,
+        ),
+        reward_funcs=lambda reward, **_: reward,
+        train_dataset=Dataset.from_dict({"prompt": list(TEXTS)}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=policy.lora_config(settings_for().weights.lora),
+        rollout_func=replay,
+    )
+    own = dict(stock.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in start.named_parameters():
+            if parameter.requires_grad:
+                own[name].copy_(parameter)
+    stock.model.train()
+    stock.current_gradient_accumulation_steps = 1
+    inputs = stock._generate_and_score_completions([{"prompt": text} for text in TEXTS for _ in range(4)])
+    loss = stock.compute_loss(stock.model, inputs)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in stock.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_micro_batches_do_not_change_the_update(folder, kind):
+    found = []
+    for size in (3, 50):
+        settings = settings_for(loss={"type": kind}, micro_batch=size)
+        rollouts = nudge(sampled(folder, settings, ("m", "n")))
+        rows, _ = rows_of(rollouts, grouped(rollouts, settings), settings.weights)
+        trainer = Trainer(folder, settings)
+        shake(trainer.model)
+        found.append(gradients(trainer, rows))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(gradient, found[1][1][name], atol=1e-6, rtol=1e-4)
+
+
+def test_trajectory_rows_share_their_rollouts_length(folder):
+    settings = settings_for(groups={"grouping": "trajectory"})
+    rollouts = sampled(folder, settings, ("m", "n"))
+    rows, _ = rows_of(rollouts, grouped(rollouts, settings), settings.weights)
+    lengths = {r.rollout_id: sum(len(call.completion_ids) for call in r.calls) for r in rollouts}
+    assert {row.call.module for row in rows} == {"m", "n"}
+    assert all(row.length == lengths[row.call.rollout_id] for row in rows)
+    loss = settings.weights.loss
+    # One unit of weight for each rollout, spread over all its tokens.
+    assert normalizer(rows, loss, 8) == pytest.approx(len({row.call.rollout_id for row in rows}))
+    assert token_weight(rows[0], loss) == pytest.approx(1 / rows[0].length)
+
+
+def test_log_probabilities_equal_the_engines(folder):
+    settings = settings_for()
+    rollouts = sampled(folder, settings, ("m", "n"))
+    metrics = Trainer(folder, settings).update(rollouts, grouped(rollouts, settings), 0)
+    assert metrics["sampler_gap"] <= 1e-4
+
+
+def test_a_sampled_adapter_equals_the_trained_one(folder, tmp_path):
+    """Folding the adapter into the base gives the policy that was trained."""
+    settings = settings_for()
+    trainer = Trainer(folder, settings)
+    shake(trainer.model)
+    name = trainer.save(tmp_path)
+    engine = LocalEngine(folder, settings)
+    assert engine.load(tmp_path / "adapter") == name
+    prompt = engine.encode([{"role": "user", "content": "blue"}])
+    request = SampleRequest(prompt, 1, 0.7, 1.0, 0, 8, name, "m")
+    [answer, base] = engine.sample([request, replace(request, policy="base")])
+    assert (answer.policy, base.policy) == (name, "base")
+    model = plain_model(folder, trainer).eval()
+    call = call_of("r", "m", 0, request, answer)
+    np.testing.assert_allclose(answer.logprobs, plain_logps(model, call).detach(), atol=1e-4)
+    with model.disable_adapter():
+        np.testing.assert_allclose(
+            base.logprobs, plain_logps(model, call_of("r", "m", 0, request, base)).detach(), atol=1e-4
+        )
+
+
+def test_updates_raise_the_probability_of_what_was_rewarded(folder):
+    settings = settings_for()
+    rollouts = sampled(folder, settings)
+    groups = grouped(rollouts, settings)
+    trainer = Trainer(folder, settings)
+    advantages = {m.rollout_id: m.advantage for group in groups for m in group.members}
+
+    def gain() -> float:
+        model = plain_model(folder, trainer).eval()
+        return sum(advantages[r.rollout_id] * plain_logps(model, r.calls[0]).mean().item() for r in rollouts)
+
+    before = gain()
+    assert trainer.update(rollouts, groups, 0)["updated"] == 1
+    assert gain() > before + 0.01
+
+
+def test_going_on_from_a_checkpoint_gives_the_same_bytes(folder, tmp_path):
+    settings = settings_for(
+        optimizer={"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01}, lora={"dropout": 0.1}
+    )
+    rollouts = sampled(folder, settings, ("m", "n"))
+    groups = grouped(rollouts, settings)
+    straight = Trainer(folder, settings)
+    for number in range(3):
+        straight.update(rollouts, groups, number)
+        straight.save(tmp_path / f"straight-{number}")
+    resumed = Trainer(folder, settings)
+    resumed.open(tmp_path / "straight-1")
+    resumed.update(rollouts, groups, 2)
+    resumed.save(tmp_path / "resumed")
+    for file in sorted(path for path in (tmp_path / "resumed").rglob("*") if path.is_file()):
+        original = tmp_path / "straight-2" / file.relative_to(tmp_path / "resumed")
+        assert file.read_bytes() == original.read_bytes(), file.name
+
+
+def test_opening_nothing_begins_anew(folder, tmp_path):
+    settings = settings_for()
+    rollouts = sampled(folder, settings)
+    groups = grouped(rollouts, settings)
+    trainer = Trainer(folder, settings)
+    trainer.update(rollouts, groups, 0)
+    first = trainer.save(tmp_path / "a")
+    trainer.update(rollouts, groups, 1)
+    assert trainer.save(tmp_path / "b") != first
+    trainer.open(None)
+    trainer.update(rollouts, groups, 0)
+    assert trainer.save(tmp_path / "c") == first
+
+
+def test_checkpoints_hold_safetensors_and_json_only(folder, tmp_path):
+    trainer = Trainer(folder, settings_for())
+    rollouts = sampled(folder, trainer.settings)
+    trainer.update(rollouts, grouped(rollouts, trainer.settings), 0)
+    trainer.save(tmp_path)
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors", ".json"}
+    assert str(folder) not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+
+
+def test_peft_reads_the_adapter(folder, tmp_path):
+    trainer = Trainer(folder, settings_for())
+    shake(trainer.model)
+    trainer.save(tmp_path)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    ids = torch.tensor([[1, 5, 6, 7]])
+    torch.testing.assert_close(loaded(ids).logits, plain_model(folder, trainer).eval()(ids).logits)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(folder, tmp_path):
+    trainer = Trainer(folder, settings_for())
+    with pytest.raises(RecordError, match="missing"):
+        trainer.open(tmp_path)
+    other = Trainer(folder, settings_for(lora={"target_modules": ["q_proj"]}))
+    trainer.save(tmp_path)
+    with pytest.raises(ModelError, match="lora"):
+        other.open(tmp_path)
+
+
+def test_members_that_cannot_be_learned_from_are_counted(folder):
+    settings = settings_for(context=64)
+    rollouts = sampled(folder, settings)
+    calls = [rollout.calls[0] for rollout in rollouts]
+    calls[0] = replace(calls[0], completion_ids=(), logprobs=())
+    calls[1] = replace(calls[1], logprobs=(*calls[1].logprobs[:-1], math.nan))
+    calls[2] = replace(calls[2], logprobs=calls[2].logprobs[1:])
+    calls[3] = replace(calls[3], temperature=0.0)
+    calls[4] = replace(calls[4], prompt_ids=calls[4].prompt_ids * 10)
+    broken = [replace(rollout, calls=(call,)) for rollout, call in zip(rollouts, calls, strict=True)]
+    flat = [replace(r, reward=1.0) if r.example_id == TEXTS[2] else r for r in broken]
+    metrics = Trainer(folder, settings).update(flat, grouped(flat, settings), 0)
+    reasons = {name.removeprefix("dropped/"): n for name, n in metrics.items() if name.startswith("dropped/")}
+    assert reasons == {"empty": 1, "bad_logprobs": 2, "greedy": 1, "too_long": 1, "all_equal": 4}
+    assert metrics["rows"] == 3
+    assert metrics["updated"] == 1
+    assert math.isfinite(metrics["loss"])
+
+
+def test_nothing_to_learn_from_changes_nothing(folder, tmp_path):
+    settings = settings_for()
+    trainer = Trainer(folder, settings)
+    before = trainer.save(tmp_path / "before")
+    equal = [replace(rollout, reward=1.0) for rollout in sampled(folder, settings)]
+    for rollouts in (equal, []):
+        metrics = trainer.update(rollouts, grouped(rollouts, settings), 0)
+        assert (metrics["rows"], metrics["updated"]) == (0, 0)
+    assert trainer.save(tmp_path / "after") == before
+    assert trainer.updates == 0
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(folder, tmp_path):
+    settings = settings_for()
+    trainer = Trainer(folder, settings)
+    before = trainer.save(tmp_path / "before")
+    rollouts = sampled(folder, settings)
+    groups = grouped(rollouts, settings)
+    member = replace(groups[0].members[0], advantage=math.inf)
+    groups[0] = replace(groups[0], members=(member, *groups[0].members[1:]))
+    metrics = trainer.update(rollouts, groups, 0)
+    assert metrics["updated"] == 0
+    assert not math.isfinite(metrics["grad_norm"])
+    assert trainer.save(tmp_path / "after") == before
+
+
+def test_each_temperature_is_scored_at_its_own(folder):
+    settings = settings_for()
+    rollouts = sampled(folder, settings)
+    engine = LocalEngine(folder, settings)
+    warm = []
+    for k, rollout in enumerate(rollouts):
+        call = rollout.calls[0]
+        request = SampleRequest(call.prompt_ids, k, (0.7, 1.3)[k % 2], 1.0, 0, 8, "base", "m")
+        warm.append(
+            replace(rollout, calls=(call_of(rollout.rollout_id, "m", 0, request, engine.sample([request])[0]),))
+        )
+    metrics = Trainer(folder, settings).update(warm, grouped(warm, settings), 0)
+    assert metrics["sampler_gap"] <= 1e-4
+
+
+def test_a_copy_counts_as_often_as_its_weight_says(folder):
+    """Two members that are copies of one rollout move the policy as much as that rollout alone would."""
+    settings = settings_for()
+    rollouts = sampled(folder, settings)[:3]
+    rows, _ = rows_of(rollouts, grouped(rollouts, settings), settings.weights)
+    assert len(rows) == 4
+    assert sum(row.member_weight for row in rows) == pytest.approx(3)
+    single = list({row.call.rollout_id: replace(row, member_weight=1.0) for row in rows}.values())
+    trainer = Trainer(folder, settings)
+    shake(trainer.model)
+    value, found = gradients(trainer, rows)
+    expected, wanted = gradients(trainer, single)
+    assert value == pytest.approx(expected, abs=1e-6)
+    for name in found:
+        torch.testing.assert_close(found[name], wanted[name], atol=1e-6, rtol=1e-4)
+
+
+def test_folding_is_exact_each_time(folder, tmp_path):
+    """Switching policies back and forth leaves no trace in the base weights."""
+    settings = settings_for()
+    trainer = Trainer(folder, settings)
+    shake(trainer.model)
+    name = trainer.save(tmp_path)
+    engine = LocalEngine(folder, settings)
+    engine.load(tmp_path / "adapter")
+    base = copy.deepcopy(engine.model.state_dict())
+    for used in (name, "base", name, "base"):
+        engine._use(used)
+    assert all(torch.equal(value, base[key]) for key, value in engine.model.state_dict().items())
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.mlp.up_proj"
+    expected = base["model.layers.0.mlp.up_proj.weight"] + 2.0 * (
+        tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
+    )
+    engine._use(name)
+    torch.testing.assert_close(engine.model.state_dict()["model.layers.0.mlp.up_proj.weight"], expected)
