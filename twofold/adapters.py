@@ -27,10 +27,10 @@ class PlainAdapter(dspy.Adapter):
     """A signature as a plain chat.
 
     The system message holds the signature's instructions, and a line `Name: description` for every field that was
-    given one. Inputs are `Name: value` lines. When there is one output field, the line `Name:` follows, and the answer is
-    the bare value that completes it: without that cue a small model replies to the input instead. When there are
-    several, the answer is `Name: value` lines. A value may run over many lines. Demos and history are turns in the same
-    form, each with the fields it has.
+    given one. Inputs are `Name: value` lines. When there is one output field, the line `Name:` follows, and the answer
+    is the bare value that completes it: without that cue a small model replies to the input instead. When there are
+    several, the answer is `Name: value` lines. A value may run over many lines. Demos and history are turns in the
+    same form, each with the fields it has.
 
     Answers are read with some tolerance: white space around a value, and for other fields than text a full stop after
     it; for a `Literal` also its case. An empty value is no value.

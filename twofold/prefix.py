@@ -14,8 +14,8 @@ transformers' `AttentionInterface`, so it serves every decoder whose layers atte
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F  # noqa: N812, the name everyone reads
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the name everyone reads
 from transformers import AttentionInterface, PreTrainedModel
 
 from twofold.errors import ModelError
