@@ -5,7 +5,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 PYTHON ?= python3
 READY := .venv/.ready
 
-.PHONY: setup demo test ui clean
+.PHONY: setup demo test bench ui clean
 
 setup: $(READY)
 
@@ -20,6 +20,11 @@ demo: setup
 
 test: setup
 	python -m pytest
+
+# Ratios of speed, measured in one run; needs the model of `make demo`.
+bench: setup
+	dvc repro model
+	python -m bench.speed
 
 # The runs and models of this checkout, on http://127.0.0.1:5000
 ui: setup

@@ -1,5 +1,7 @@
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from typing import Any, Literal
@@ -526,3 +528,15 @@ def test_progress_is_reported_after_each_rollout():
     assert last.tokens_per_second == pytest.approx(last.tokens_out / last.seconds)
     assert last.eta == 0
     assert Progress(1, 4, {}, 0, 0, seconds=2.0).eta == 6.0
+
+
+def test_programs_with_progress_bars_may_run_side_by_side():
+    """In a fresh process, where tqdm has no lock yet: its first bars come from many threads at once."""
+    script = """
+import dspy
+from tests.test_rollouts import Program, parallel, run, Ask
+program = Program(parallel, step=dspy.Predict(Ask), last=dspy.Predict(Ask))
+rollouts = run(program, lambda prompt, request: "b", *"abcdefghijklmnop", per_example=4)
+assert {(rollout.status, rollout.error) for rollout in rollouts} == {("ok", "")}
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True)

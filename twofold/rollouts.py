@@ -21,6 +21,7 @@ from typing import Any
 import dspy
 from dspy.utils.exceptions import AdapterParseError, ContextWindowExceededError, LMError, LMTimeoutError
 from pydantic_core import to_jsonable_python
+from tqdm import tqdm
 
 from twofold.adapters import make_adapter
 from twofold.errors import PipelineError
@@ -153,6 +154,9 @@ class _Runner:
 
     def shard(self, jobs: Sequence[Job], report: Callable[[Rollout], None]) -> list[Rollout]:
         """Run all jobs at once; the result is in their order."""
+        # tqdm makes its lock on first use. When programs show progress bars (`dspy.Parallel` does) in many threads at
+        # once, several locks are made, and bars raise KeyError.
+        tqdm.get_lock()
         meeting = Rendezvous(self.engine)
         runs = [_Run(job, n, Stopwatch(self.settings.sampling.timeout), Future()) for n, job in enumerate(jobs)]
         for run in runs:

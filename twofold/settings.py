@@ -132,8 +132,6 @@ class Weights(Section):
     examples_per_step: Positive = 8
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
     draw: Draw = Draw()
-    adapters: Literal["shared", "per_module"] = "shared"
-    """One adapter that all modules answer with, or one for each module."""
     groups: Grouping = Grouping()
     lora: Lora = Lora()
     loss: Loss = Loss()
