@@ -5,6 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import dspy
+from transformers.utils import logging
 
 from tasks.step import Manifest
 from twofold import programs
@@ -44,6 +45,10 @@ class Candidate:
         trainer = _trainer(self.model.folder, settings)
         trainer.open(self.checkpoint.folder if self.checkpoint else None)
         return trainer
+
+
+# Bars over the loading of weights would be most of what a stage prints.
+logging.disable_progress_bar()
 
 
 # Models are heavy: one engine and one trainer live as long as the process, whatever steps ask for them.

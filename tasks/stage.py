@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ def run(name: str, flow: Callable[[str], Any]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m flows.{name}", description=flow.__doc__)
     parser.add_argument("--params", default="params.yaml", help="settings file (default: %(default)s)")
     params = parser.parse_args().params
+    # Libraries telling each other what their next version renames.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         load(Path(params))
         with _terminable(), _alone(name):

@@ -250,7 +250,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
         version = content.pop("schema_version")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(_torn(path, error)) from error
     _check_version(version, path)
     return content

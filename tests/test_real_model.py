@@ -1,0 +1,42 @@
+"""The default task with the embedded model: what is sampled is what is trained."""
+
+from pathlib import Path
+
+import pytest
+
+from twofold.groups import make_groups
+from twofold.programs import load_pipeline
+from twofold.rollouts import plan, run
+from twofold.sampling.local import LocalEngine
+from twofold.settings import Settings, load
+from twofold.trainer import Trainer
+
+
+def settings_for(dtype: str) -> Settings:
+    values = load(Path("params.yaml")).model_dump()
+    values["model"] |= {"device": "cpu", "dtype": dtype}
+    values["rewards"] |= {"format_failure": -0.1}
+    return Settings.model_validate(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "gap"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_sampler_and_trainer_agree_before_and_after_an_update(smollm2, tmp_path, dtype, gap):
+    """Mean absolute difference of log-probabilities; in bfloat16 each side rounds in its own order."""
+    settings = settings_for(dtype)
+    pipeline = load_pipeline("helpdesk")
+    engine, trainer = LocalEngine(smollm2, settings), Trainer(smollm2, settings)
+    examples = pipeline.load(settings)[0][:4]
+    policy = "base"
+    for number in range(2):
+        jobs = plan(examples, 4, settings.seed, "round", number)
+        rollouts = run(
+            pipeline.program(), jobs, pipeline.metric, engine, settings, settings.weights.draw, policy=policy
+        )
+        assert {call.policy for rollout in rollouts for call in rollout.calls} == {policy}
+        groups = make_groups(rollouts, settings.weights.groups, settings.rewards, seed=number)
+        metrics = trainer.update(rollouts, groups, number)
+        assert metrics["updated"] == 1
+        assert metrics["sampler_gap"] <= gap
+        trainer.save(tmp_path / str(number))
+        policy = engine.load(tmp_path / str(number) / "adapter")

@@ -1,0 +1,89 @@
+"""Settings: what is wrong is said with file, line and key."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from twofold.errors import SettingsError
+from twofold.settings import Rewards, Settings, load
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "params.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_projects_own_file_is_complete():
+    """Every setting is in params.yaml, so that DVC can watch it."""
+    import yaml
+
+    content = yaml.safe_load(Path("params.yaml").read_text(encoding="utf-8"))
+    assert set(content) == set(Settings.model_fields)
+    assert not load(Path("params.yaml")).warnings()
+
+
+def test_an_empty_file_has_the_defaults(tmp_path):
+    assert load(written(tmp_path, "")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nsampling:\n  tokens: 3\n", r":3: unknown key 'sampling\.tokens'\. Did you mean 'max_tokens'\?"),
+        ("wieghts: {}\n", r":1: unknown key 'wieghts'\. Did you mean 'weights'\?"),
+        ("weights:\n  lora:\n    r: 4\n    alpa: 2\n", r":4: unknown key 'weights\.lora\.alpa'\. Did you mean 'alpha'"),
+        ("data:\n  zzz: 1\n", r":2: unknown key 'data\.zzz'\. Valid names here: train, dev, test\."),
+        ("weights:\n  rounds: 0\n", r":2: weights\.rounds: .*greater than or equal to 1 \(found 0\)"),
+        ("seed: 1\nweights:\n  lora: {r: x}\n", r":3: weights\.lora\.r: .*integer.*\(found 'x'\)"),
+        ("weights:\n  draw: {temperature: .nan}\n", r":2: weights\.draw\.temperature: .*finite"),
+        ("sampling: {adapter: xlm}\n", r":1: sampling\.adapter: .*'plain', 'chat', 'json' or 'xml'"),
+        ("sampling: {context: 10, max_tokens: 10}\n", r"max_tokens must be smaller than sampling\.context"),
+        ("- a\n", r":1: settings: "),
+        ("a: [\n", "not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(tmp_path, text, message):
+    path = written(tmp_path, text)
+    with pytest.raises(SettingsError, match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_every_problem_is_said(tmp_path):
+    with pytest.raises(SettingsError) as caught:
+        load(written(tmp_path, "seeed: 1\nweights:\n  rounds: -1\n"))
+    assert str(caught.value).count("params.yaml:") == 2
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(SettingsError, match="--params"):
+        load(tmp_path / "none.yaml")
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        Settings().seed = 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "word"),
+    [
+        ({"draw": {"top_p": 0.95}}, "top_p"),
+        ({"draw": {"top_k": 20}}, "top_k"),
+        ({"lora": {"dropout": 0.05}}, "dropout"),
+        ({"loss": {"type": "cispo"}}, "epsilon_high"),
+    ],
+)
+def test_likely_mistakes_are_warned_of(weights, word):
+    [warning] = Settings.model_validate({"weights": weights}).warnings()
+    assert word in warning
+
+
+def test_rewards_of_failures():
+    rewards = Rewards(failure=0.5, format_failure=-1.0, timeout=-2.0)
+    assert rewards.of("timeout") == -2.0
+    assert [rewards.of("parse_error", share) for share in (0.0, 0.5, 1.0)] == [-1.0, -0.25, 0.5]
+    # 0 is a reward, not a missing one.
+    assert Rewards(failure=0.5).of("parse_error", 0.0) == 0.0
