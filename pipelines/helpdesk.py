@@ -12,16 +12,19 @@ import dspy
 
 DATA = Path("data/helpdesk")
 
-Team = Literal[
-    "team_update",
-    "team_exchange",
-    "team_repair",
-    "team_shopping",
-    "team_delivery",
-    "team_payment",
-    "team_login",
-    "team_subscription",
-]
+TEAMS = {
+    "team_update": "error message, app crashes, will not connect, settings",
+    "team_exchange": "wrong size, changed my mind, send it back",
+    "team_repair": "broke after a year, guarantee, spare part",
+    "team_shopping": "which one to buy, in stock, price, discount",
+    "team_delivery": "parcel is late, lost, wrong address, courier",
+    "team_payment": "charged twice, invoice, money not refunded",
+    "team_login": "forgot password, code, profile, my data",
+    "team_subscription": "cancel my plan, trial, pause, family plan",
+}
+"""What each team handles, in the words of customers."""
+
+Team = Literal[*TEAMS]
 
 
 class Condense(dspy.Signature):
@@ -32,7 +35,9 @@ class Condense(dspy.Signature):
 
 
 class Route(dspy.Signature):
-    __doc__ = f"Choose the team that handles the problem: {', '.join(Team.__args__)}."
+    __doc__ = "\n".join(
+        ["Choose the team that handles the problem.", *(f"Problem: {p}\nTeam: {t}" for t, p in TEAMS.items())]
+    )
 
     problem: str = dspy.InputField()
     team: Team = dspy.OutputField()
@@ -41,7 +46,8 @@ class Route(dspy.Signature):
 class HelpDesk(dspy.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.condense = dspy.Predict(Condense)
+        # Near to its likeliest words: what it invents at a higher temperature has nothing to do with the message.
+        self.condense = dspy.Predict(Condense, temperature=0.3)
         self.route = dspy.Predict(Route)
 
     def forward(self, message: str) -> dspy.Prediction:
