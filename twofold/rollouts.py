@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import dspy
 from dspy.utils.exceptions import AdapterParseError, ContextWindowExceededError, LMError, LMTimeoutError
@@ -39,6 +40,19 @@ Trace = list[tuple[Any, dict[str, Any], Any]]
 
 _PATIENCE = 0.1
 """Seconds between two looks at rollouts that are about to run out of time."""
+
+
+class _Bars(WeakSet):
+    """tqdm's set of bars, without an error for a bar that is gone already.
+
+    Whenever a `dspy.Parallel` starts, DSPy empties this set, and with it the bars of all other threads; a bar that is
+    switched off then fails to take itself out, and the rollout whose program made it would be a `program_error`.
+    """
+
+    remove = WeakSet.discard
+
+
+tqdm._instances = _Bars()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +168,6 @@ class _Runner:
 
     def shard(self, jobs: Sequence[Job], report: Callable[[Rollout], None]) -> list[Rollout]:
         """Run all jobs at once; the result is in their order."""
-        # tqdm makes its lock on first use. When programs show progress bars (`dspy.Parallel` does) in many threads at
-        # once, several locks are made, and bars raise KeyError.
-        tqdm.get_lock()
         meeting = Rendezvous(self.engine)
         runs = [_Run(job, n, Stopwatch(self.settings.sampling.timeout), Future()) for n, job in enumerate(jobs)]
         for run in runs:
