@@ -24,8 +24,8 @@ from twofold.sampling.local import LocalEngine
 from twofold.settings import Settings, load
 from twofold.trainer import GroupTrainer, Row, Trainer, micro_batches, normalizer
 
-ROWS = 32
-REPEATS = 3
+ROWS = 16
+REPEATS = 2
 
 
 def main() -> None:
