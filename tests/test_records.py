@@ -1,7 +1,7 @@
 """Records survive the disk unchanged, and what cannot be trusted is refused."""
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -70,8 +70,7 @@ def test_rollouts_come_back_as_they_were(tmp_path):
     failed = rollout("r/1", calls=0, status="lm_error", error="ServerError: gone", output={}, channels={}, reward=0.0)
     seen = rollout("r/2", calls=1)
     pictures = call("r/3", 0, images=("a" * 64, "b" * 64), policy="0123456789ab", parsed=False, parsed_share=0.5)
-    written = [rollout(), failed, seen, rollout("r/3", calls=(0), status="parse_error")]
-    written[3] = Rollout(**{**{f: getattr(written[3], f) for f in Rollout.__slots__}, "calls": (pictures,)})
+    written = [rollout(), failed, seen, replace(rollout("r/3", status="parse_error"), calls=(pictures,))]
     write_rollouts(written, tmp_path)
     assert read_rollouts(tmp_path) == written
 
@@ -80,8 +79,7 @@ def test_rollouts_come_back_as_they_were(tmp_path):
 def test_any_call_comes_back(tmp_path_factory, calls, text, reward):
     folder = tmp_path_factory.mktemp("r")
     made = [call("x", k, text=t, prompt_ids=ids, logprobs=logps) for k, (t, ids, logps) in enumerate(calls)]
-    written = [rollout("x", output={"text": text}, reward=reward)]
-    written = [Rollout(**{**{f: getattr(written[0], f) for f in Rollout.__slots__}, "calls": tuple(made)})]
+    written = [replace(rollout("x", output={"text": text}, reward=reward), calls=tuple(made))]
     write_rollouts(written, folder)
     assert read_rollouts(folder) == written
 

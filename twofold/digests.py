@@ -26,10 +26,6 @@ def of_folder(path: Path) -> str:
     return of_json({file.relative_to(path).as_posix(): of_file(file) for file in files})
 
 
-def of_path(path: Path) -> str:
-    return of_folder(path) if path.is_dir() else of_file(path)
-
-
 def short(digest: str) -> str:
     """The first twelve hex digits: enough to name a file or a policy."""
     return digest[:12]

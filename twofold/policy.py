@@ -103,13 +103,12 @@ def folded(base: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     scale = config["lora_alpha"] / config["r"]
     tensors = load_file(folder / TENSORS)
     weights = {}
-    for name in (key for key in tensors if key.endswith(".lora_A.weight")):
-        stem = name.removesuffix(".lora_A.weight")
-        weight = base[stem.removeprefix("base_model.model.") + ".weight"]
-        a, b = tensors[name].to(weight.device), tensors[f"{stem}.lora_B.weight"].to(weight.device)
-        weights[stem.removeprefix("base_model.model.") + ".weight"] = (
-            weight.float() + scale * (b.float() @ a.float())
-        ).to(weight.dtype)
+    for key in (key for key in tensors if key.endswith(".lora_A.weight")):
+        stem = key.removesuffix(".lora_A.weight")
+        name = stem.removeprefix("base_model.model.") + ".weight"
+        weight = base[name]
+        a, b = (tensors[f"{stem}.lora_{side}.weight"].to(weight.device).float() for side in "AB")
+        weights[name] = (weight.float() + scale * (b @ a)).to(weight.dtype)
     return weights
 
 
