@@ -88,7 +88,7 @@ def _update(folder: Path, settings: Settings, rows: list[Row], *, plain: bool) -
         trainer.model.train()
         for batch in micro_batches(rows, ROWS):
             trainer.trl.loss_of(batch, loss, normalizer(rows, loss, settings.sampling.max_tokens)).backward()
-        trainer.optimizer.zero_grad()
+        trainer.model.zero_grad()
 
     return work
 

@@ -8,11 +8,11 @@ import dspy
 from transformers.utils import logging
 
 from tasks.step import Manifest
-from twofold import programs
-from twofold.records import BASE_POLICY
+from twofold import policy, programs
+from twofold.records import SHARED
 from twofold.sampling.local import LocalEngine
 from twofold.settings import Settings
-from twofold.trainer import ADAPTER, Trainer
+from twofold.trainer import Trainer
 
 STATE = "program.json"
 
@@ -28,21 +28,28 @@ class Candidate:
     """A folder with `program.json`: instructions and demos."""
     model: Manifest
     checkpoint: Manifest | None = None
-    """A trained adapter; None for the base model."""
+    """Trained adapters; None for the base model."""
 
     def open_program(self) -> dspy.Module:
         program = programs.load_pipeline(self.pipeline).program()
         programs.load_state(program, self.program.folder / STATE)
         return program
 
-    def open_engine(self, settings: Settings) -> tuple[LocalEngine, str]:
-        """An engine that can answer for this candidate, and the policy to ask it for."""
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of the adapters, by module or for all modules; none for the base model."""
+        return policy.adapters_in(self.checkpoint.folder) if self.checkpoint else {}
+
+    def open_engine(self, settings: Settings) -> tuple[LocalEngine, dict[str, str]]:
+        """An engine that can answer for this candidate, and the policies to ask it for, by adapter."""
         engine = _engine(self.model.folder, settings)
-        return engine, engine.load(self.checkpoint.folder / ADAPTER) if self.checkpoint else BASE_POLICY
+        return engine, {name: engine.load(folder) for name, folder in self.adapters.items()}
 
     def open_trainer(self, settings: Settings) -> Trainer:
         """A trainer that goes on from this candidate's weights."""
-        trainer = _trainer(self.model.folder, settings)
+        shared = settings.weights.adapters == "shared"
+        names = (SHARED,) if shared else tuple(programs.modules(self.open_program()))
+        trainer = _trainer(self.model.folder, settings, names)
         trainer.open(self.checkpoint.folder if self.checkpoint else None)
         return trainer
 
@@ -58,5 +65,5 @@ def _engine(model: Path, settings: Settings) -> LocalEngine:
 
 
 @lru_cache(maxsize=1)
-def _trainer(model: Path, settings: Settings) -> Trainer:
-    return Trainer(model, settings)
+def _trainer(model: Path, settings: Settings, adapters: tuple[str, ...]) -> Trainer:
+    return Trainer(model, settings, adapters)

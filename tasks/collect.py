@@ -41,7 +41,7 @@ def collect(
     known = {example_id(example): example for example in read_examples(data.folder / f"{split}.jsonl")}
     jobs = rollouts.plan([known[name] for name in examples], per_example, settings.seed, *names)
     size = settings.sampling.shard_size
-    engine, policy = candidate.open_engine(settings)
+    engine, policies = candidate.open_engine(settings)
     found = rollouts.run(
         candidate.open_program(),
         jobs[shard * size : (shard + 1) * size],
@@ -49,7 +49,7 @@ def collect(
         engine,
         settings,
         draw,
-        policy,
+        policies,
         parse_retries=parse_retries,
         progress=_line(f"{'/'.join(map(str, names))} shard {shard}"),
     )

@@ -6,9 +6,8 @@ from tasks.candidate import Candidate
 from tasks.group import GROUPS
 from tasks.step import Manifest, step
 from twofold import digests, policy
-from twofold.records import BASE_POLICY, Checkpoint, read_groups, read_rollouts, write_json
+from twofold.records import Checkpoint, read_groups, read_rollouts, write_json
 from twofold.settings import Settings
-from twofold.trainer import ADAPTER
 
 CHECKPOINT = "checkpoint.json"
 
@@ -17,16 +16,15 @@ CHECKPOINT = "checkpoint.json"
 def train(
     folder: Path, *, settings: Settings, candidate: Candidate, data: Manifest, grouped: Manifest, round_number: int
 ) -> dict[str, float]:
-    """Write the checkpoint after this round: adapter, optimizer, scheduler, and a record of what it came from."""
+    """Write the checkpoint after this round: adapters, optimizer, scheduler, and a record of what it came from."""
     trainer = candidate.open_trainer(settings)
     groups = read_groups(grouped.folder / GROUPS)
     metrics = trainer.update(read_rollouts(grouped.folder), groups, round_number)
-    parent = candidate.checkpoint
     checkpoint = Checkpoint(
         path=".",
-        policy=trainer.save(folder),
+        policies=trainer.save(folder),
         round=round_number + 1,
-        parent=policy.digest(parent.folder / ADAPTER) if parent else BASE_POLICY,
+        parents={name: policy.digest(path) for name, path in candidate.adapters.items()},
         digests={
             "model": candidate.model.digest,
             "data": data.digest,

@@ -60,7 +60,7 @@ def test_run_leaves_all_it_should(checkout: Path) -> None:
     chosen = read_checkpoint(weights / "checkpoint/checkpoint.json")
     assert chosen.round in (2, 3)
     assert set(chosen.digests) == {"model", "data", "program", "pipeline", "settings", "groups"}
-    assert (weights / "checkpoint/adapter/adapter_model.safetensors").is_file()
+    assert (weights / "checkpoint/all-modules/adapter/adapter_model.safetensors").is_file()
     history = (weights / "rounds.csv").read_text().splitlines()
     assert history[0].startswith("round,reward,")
     assert [line.split(",")[0] for line in history[1:]] == ["1", "2", "3"]
@@ -72,7 +72,7 @@ def test_each_round_samples_from_the_checkpoint_before(checkout: Path) -> None:
     for rollout in read_rollouts(checkout / "outputs/weights/records"):
         policies.setdefault(rollout.rollout_id.split("/")[1], set()).update(call.policy for call in rollout.calls)
     made = {
-        read_checkpoint(path).round: read_checkpoint(path).policy
+        read_checkpoint(path).round: read_checkpoint(path).policies["all-modules"]
         for path in checkout.glob(".work/weights/*/round-*/checkpoint/checkpoint.json")
     }
     assert policies == {"0": {"base"}, "1": {made[1]}, "2": {made[2]}}

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from twofold.groups import make_groups
+from twofold.policy import adapters_in
 from twofold.programs import load_pipeline
+from twofold.records import policy_of
 from twofold.rollouts import plan, run
 from twofold.sampling.local import LocalEngine
 from twofold.settings import Settings, load
@@ -27,16 +29,17 @@ def test_sampler_and_trainer_agree_before_and_after_an_update(smollm2, tmp_path,
     pipeline = load_pipeline("helpdesk")
     engine, trainer = LocalEngine(smollm2, settings), Trainer(smollm2, settings)
     examples = pipeline.load(settings)[0][:4]
-    policy = "base"
+    policies = {}
     for number in range(2):
         jobs = plan(examples, 4, settings.seed, "round", number)
         rollouts = run(
-            pipeline.program(), jobs, pipeline.metric, engine, settings, settings.weights.draw, policy=policy
+            pipeline.program(), jobs, pipeline.metric, engine, settings, settings.weights.draw, policies=policies
         )
-        assert {call.policy for rollout in rollouts for call in rollout.calls} == {policy}
+        assert {call.policy for rollout in rollouts for call in rollout.calls} == {policy_of("route", policies)}
         groups = make_groups(rollouts, settings.weights.groups, settings.rewards, seed=number)
         metrics = trainer.update(rollouts, groups, number)
         assert metrics["updated"] == 1
         assert metrics["sampler_gap"] <= gap
-        trainer.save(tmp_path / str(number))
-        policy = engine.load(tmp_path / str(number) / "adapter")
+        policies = trainer.save(tmp_path / str(number))
+        for folder in adapters_in(tmp_path / str(number)).values():
+            engine.load(folder)

@@ -89,7 +89,7 @@ def test_groups_and_checkpoints_come_back(tmp_path):
     groups = [Group("e/m/0", "e", "m", 0, members, 0.5, 0.7, False), Group("e/*", "e", "", -1, (), 0.0, 0.0, True)]
     write_groups(groups, tmp_path / "groups.parquet")
     assert read_groups(tmp_path / "groups.parquet") == groups
-    checkpoint = Checkpoint(".", "0123456789ab", 3, "base", {"model": "d"}, {"loss": 0.5})
+    checkpoint = Checkpoint(".", {"m": "0123456789ab"}, 3, {}, {"model": "d"}, {"loss": 0.5})
     write_json(checkpoint, tmp_path / "checkpoint.json")
     assert read_checkpoint(tmp_path / "checkpoint.json") == checkpoint
 

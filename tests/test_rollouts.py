@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from twofold import rollouts
 from twofold.errors import PipelineError
-from twofold.records import read_rollouts, write_rollouts
+from twofold.records import SHARED, read_rollouts, write_rollouts
 from twofold.rollouts import Progress, plan
 from twofold.sampling import Refusal
 from twofold.sampling.scripted import ScriptedEngine, decode
@@ -97,7 +97,7 @@ def test_a_rollout_holds_what_happened(tmp_path):
         return question.upper() if request.family == "first" else question + "!"
 
     program = Program(forward, first=dspy.Predict(Ask), second=dspy.Predict(Ask))
-    result = run(program, answer, "hello", metric=metric, policy="abc", source="student")
+    result = run(program, answer, "hello", metric=metric, policies={SHARED: "abc"}, source="student")
     (rollout,) = result
     assert (rollout.rollout_id, rollout.example_id, rollout.source) == ("test/hello/0", "hello", "student")
     assert (rollout.status, rollout.error, rollout.reward) == ("ok", "", 1.0)

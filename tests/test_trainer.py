@@ -18,7 +18,7 @@ from tests.tiny import make_model
 from twofold import policy
 from twofold.errors import ModelError, RecordError
 from twofold.groups import make_groups
-from twofold.records import Call, Group, Rollout
+from twofold.records import SHARED, Call, Group, Rollout, policy_of
 from twofold.sampling import SampleRequest
 from twofold.sampling.local import LocalEngine
 from twofold.settings import Rewards, Settings
@@ -101,8 +101,9 @@ def gradients(trainer: Trainer, rows: list[Row]) -> tuple[float, dict[str, torch
     total = normalizer(rows, settings.weights.loss, settings.sampling.max_tokens)
     trainer.model.train()
     parts = [trainer._backward(batch, total) for batch in micro_batches(rows, settings.weights.micro_batch)]
-    found = {name: p.grad.clone() for name, p in trainer._trained()}
-    trainer.optimizer.zero_grad()
+    [learner] = trainer.learners.values()
+    found = {name: p.grad.clone() for name, p in learner.trained()}
+    learner.optimizer.zero_grad()
     return sum(part["loss"] for part in parts), found
 
 
@@ -193,7 +194,7 @@ def test_one_module_is_stock_grpo(folder, beta, tmp_path):
     trainer = Trainer(folder, settings)
     shake(trainer.model)
     trainer.save(tmp_path / "start")
-    rollouts = sampled(folder, settings, adapter=tmp_path / "start" / "adapter")
+    rollouts = sampled(folder, settings, adapter=tmp_path / "start" / SHARED / "adapter")
     groups = grouped(rollouts, settings)
     assert not any(group.all_equal for group in groups)
     rows, _ = rows_of(rollouts, groups, settings.weights)
@@ -294,9 +295,9 @@ def test_a_sampled_adapter_equals_the_trained_one(folder, tmp_path):
     settings = settings_for()
     trainer = Trainer(folder, settings)
     shake(trainer.model)
-    name = trainer.save(tmp_path)
+    name = trainer.save(tmp_path)[SHARED]
     engine = LocalEngine(folder, settings)
-    assert engine.load(tmp_path / "adapter") == name
+    assert engine.load(tmp_path / SHARED / "adapter") == name
     prompt = engine.encode([{"role": "user", "content": "blue"}])
     request = SampleRequest(prompt, 1, 0.7, 1.0, 0, 8, name, "m")
     [answer, base] = engine.sample([request, replace(request, policy="base")])
@@ -365,14 +366,14 @@ def test_checkpoints_hold_safetensors_and_json_only(folder, tmp_path):
     trainer.update(rollouts, grouped(rollouts, trainer.settings), 0)
     trainer.save(tmp_path)
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors", ".json"}
-    assert str(folder) not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    assert str(folder) not in (tmp_path / SHARED / "adapter" / "adapter_config.json").read_text()
 
 
 def test_peft_reads_the_adapter(folder, tmp_path):
     trainer = Trainer(folder, settings_for())
     shake(trainer.model)
     trainer.save(tmp_path)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / SHARED / "adapter")
     ids = torch.tensor([[1, 5, 6, 7]])
     torch.testing.assert_close(loaded(ids).logits, plain_model(folder, trainer).eval()(ids).logits)
 
@@ -415,7 +416,7 @@ def test_nothing_to_learn_from_changes_nothing(folder, tmp_path):
         metrics = trainer.update(rollouts, grouped(rollouts, settings), 0)
         assert (metrics["rows"], metrics["updated"]) == (0, 0)
     assert trainer.save(tmp_path / "after") == before
-    assert trainer.updates == 0
+    assert trainer.learners[SHARED].updates == 0
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied(folder, tmp_path):
@@ -469,17 +470,78 @@ def test_folding_is_exact_each_time(folder, tmp_path):
     settings = settings_for()
     trainer = Trainer(folder, settings)
     shake(trainer.model)
-    name = trainer.save(tmp_path)
+    name = trainer.save(tmp_path)[SHARED]
     engine = LocalEngine(folder, settings)
-    engine.load(tmp_path / "adapter")
+    engine.load(tmp_path / SHARED / "adapter")
     base = copy.deepcopy(engine.model.state_dict())
     for used in (name, "base", name, "base"):
         engine._use(used)
     assert all(torch.equal(value, base[key]) for key, value in engine.model.state_dict().items())
-    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    tensors = load_file(tmp_path / SHARED / "adapter" / "adapter_model.safetensors")
     key = "base_model.model.model.layers.0.mlp.up_proj"
     expected = base["model.layers.0.mlp.up_proj.weight"] + 2.0 * (
         tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
     )
     engine._use(name)
     torch.testing.assert_close(engine.model.state_dict()["model.layers.0.mlp.up_proj.weight"], expected)
+
+
+def test_an_adapter_for_each_module_trains_as_if_it_were_alone(folder, tmp_path):
+    """Two modules with two adapters move as in two trainings of one module each: loss, norm, and the step."""
+    settings = settings_for()
+    rollouts = sampled(folder, settings, ("m", "n"))
+    both = Trainer(folder, settings, ("m", "n"))
+    both.save(tmp_path / "start")
+    both.update(rollouts, grouped(rollouts, settings), 0)
+    both.save(tmp_path / "both")
+    for number, module in enumerate(("m", "n")):
+        own = [replace(r, calls=(replace(r.calls[number], index=0, order=0),)) for r in rollouts]
+        alone = Trainer(folder, settings)
+        alone.learners[SHARED].open(tmp_path / "start" / module)
+        alone.update(own, grouped(own, settings), 0)
+        alone.save(tmp_path / module)
+        wanted = load_file(tmp_path / module / SHARED / "adapter" / policy.TENSORS)
+        for name, tensor in load_file(tmp_path / "both" / module / "adapter" / policy.TENSORS).items():
+            torch.testing.assert_close(tensor, wanted[name], atol=1e-6, rtol=1e-4)
+
+
+def test_adapters_of_modules_go_on_to_the_same_bytes(folder, tmp_path):
+    settings = settings_for(optimizer={"schedule": "cosine"})
+    rollouts = sampled(folder, settings, ("m", "n"))
+    groups = grouped(rollouts, settings)
+    straight, resumed = (Trainer(folder, settings, ("m", "n")) for _ in range(2))
+    straight.update(rollouts, groups, 0)
+    straight.save(tmp_path / "first")
+    straight.update(rollouts, groups, 1)
+    names = straight.save(tmp_path / "straight")
+    assert names.keys() == {"m", "n"}
+    assert names["m"] != names["n"]
+    resumed.open(tmp_path / "first")
+    resumed.update(rollouts, groups, 1)
+    assert resumed.save(tmp_path / "resumed") == names
+    files = [path.relative_to(tmp_path / "straight") for path in (tmp_path / "straight").rglob("*") if path.is_file()]
+    assert len(files) == 2 * 4
+    for file in files:
+        assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes(), file
+
+
+def test_a_module_without_rows_keeps_its_adapter(folder, tmp_path):
+    settings = settings_for()
+    rollouts = sampled(folder, settings, ("m",))
+    trainer = Trainer(folder, settings, ("m", "n"))
+    before = trainer.save(tmp_path / "before")
+    metrics = trainer.update(rollouts, grouped(rollouts, settings), 0)
+    after = trainer.save(tmp_path / "after")
+    assert metrics["updated"] == 0.5
+    assert before["m"] != after["m"]
+    assert before["n"] == after["n"]
+
+
+def test_each_module_is_sampled_from_its_own_adapter(folder, tmp_path):
+    assert policy_of("m", {}) == "base"
+    assert policy_of("m", {"m": "a", "n": "b"}) == "a"
+    assert policy_of("other", {SHARED: "c"}) == "c"
+    trainer = Trainer(folder, settings_for(), ("hops[0].query", "n"))
+    names = trainer.save(tmp_path)
+    found = policy.adapters_in(tmp_path)
+    assert {name: policy.digest(path) for name, path in found.items()} == names

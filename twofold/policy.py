@@ -20,6 +20,9 @@ from twofold.settings import Lora, Model
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
+ADAPTER = "adapter"
+"""Folder of an adapter in its part of a checkpoint."""
+
 
 def device_of(settings: Model) -> torch.device:
     if settings.device != "auto":
@@ -59,15 +62,15 @@ def lora_config(settings: Lora) -> LoraConfig:
     )
 
 
-def save_adapter(model: PeftModel, folder: Path) -> str:
-    """Write the model's adapter as PEFT reads it and return the policy's digest.
+def save_adapter(model: PeftModel, folder: Path, peft_name: str = "default") -> str:
+    """Write one of the model's adapters as PEFT reads it and return its digest.
 
     The same weights give the same bytes: PEFT's own `save_pretrained` writes sets in no fixed order, and paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = get_peft_model_state_dict(model)
+    tensors = get_peft_model_state_dict(model, adapter_name=peft_name)
     save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, folder / TENSORS)
-    config = model.peft_config["default"].to_dict()
+    config = model.peft_config[peft_name].to_dict()
     config |= {"target_modules": sorted(config["target_modules"]), "base_model_name_or_path": None}
     config |= {"inference_mode": True}
     text = json.dumps(config, indent=2, sort_keys=True, default=_plain) + "\n"
@@ -75,14 +78,19 @@ def save_adapter(model: PeftModel, folder: Path) -> str:
     return digest(folder)
 
 
-def load_adapter(model: PeftModel, folder: Path) -> None:
+def load_adapter(model: PeftModel, folder: Path, peft_name: str = "default") -> None:
     """Put the adapter's weights into the model, which must have an adapter of the same shape."""
-    result = set_peft_model_state_dict(model, load_file(folder / TENSORS))
+    result = set_peft_model_state_dict(model, load_file(folder / TENSORS), adapter_name=peft_name)
     if result.unexpected_keys:
         raise ModelError(
             f"{folder}: the adapter has weights the model lacks, such as {result.unexpected_keys[0]}. "
             "It was trained with other `weights.lora` settings or another model."
         )
+
+
+def adapters_in(checkpoint: Path) -> dict[str, Path]:
+    """The adapters of a checkpoint, by the name of their module, or `SHARED`."""
+    return {folder.parent.name: folder for folder in sorted(checkpoint.glob(f"*/{ADAPTER}"))}
 
 
 def digest(folder: Path) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,14 @@ FAILURES: tuple[Status, ...] = typing.get_args(Status)[1:]
 
 BASE_POLICY = "base"
 """The policy name of the base model without an adapter."""
+
+SHARED = "all-modules"
+"""Name of the adapter that all modules share; no module can have it, for it is no Python name."""
+
+
+def policy_of(module: str, policies: Mapping[str, str]) -> str:
+    """The policy that answers for a module, out of policies by adapter name; the base model when there are none."""
+    return policies.get(SHARED) or policies.get(module, BASE_POLICY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +125,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with an adapter and all that training needs to go on from it."""
+    """A folder with adapters and all that training needs to go on from it."""
 
     path: str
     """Folder, relative to the run's work folder."""
-    policy: str
-    """Digest of the adapter."""
+    policies: dict[str, str]
+    """Digest of each adapter, by the module it is for; `all-modules` when they share one."""
     round: int
     """Rounds of training done."""
-    parent: str
-    """Policy this one was trained from."""
+    parents: dict[str, str]
+    """Policies that these were trained from; empty for the base model."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of what it came from: model, data, program, settings, groups."""
     metrics: dict[str, float] = field(default_factory=dict)

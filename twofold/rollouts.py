@@ -12,10 +12,11 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ from twofold.errors import PipelineError
 from twofold.examples import example_id
 from twofold.lm import Recorder, module_lm, parsed_share, recording
 from twofold.programs import bind
-from twofold.records import BASE_POLICY, Call, Rollout, Status
+from twofold.records import Call, Rollout, Status, policy_of
 from twofold.sampling import Engine
 from twofold.sampling.rendezvous import Rendezvous, Stopwatch
 from twofold.seeds import derive
@@ -110,7 +111,7 @@ def run(
     engine: Engine,
     settings: Settings,
     draw: Draw,
-    policy: str = BASE_POLICY,
+    policies: Mapping[str, str] = MappingProxyType({}),
     source: str = "student",
     parse_retries: int = 0,
     progress: Callable[[Progress], None] | None = None,
@@ -122,7 +123,8 @@ def run(
     Args:
         metric: takes (example, prediction), (example, prediction, trace) or the five arguments of a GEPA metric, and
             returns a number or named channels: with `score` the reward is the score, else it is `accuracy`.
-        policy: digest of the adapter that the modules answer with; the engine must have loaded it.
+        policies: digests of the adapters that answer, by module, or one by `all-modules`; the engine must have loaded
+            them. Without any, the base model answers.
         source: `student`, or the name of the teacher whose program this is.
         parse_retries: how often a module may ask again after an answer that does not parse.
         progress: called after each rollout.
@@ -130,8 +132,12 @@ def run(
     Raises:
         PipelineError: the metric cannot be called with any of these arguments.
     """
+
+    def lm_of(module: str) -> dspy.LM:
+        return module_lm(module, engine, draw, settings.sampling.max_tokens, policy_of(module, policies))
+
     runner = _Runner(
-        program=bind(program, lambda name: module_lm(name, engine, draw, settings.sampling.max_tokens, policy)),
+        program=bind(program, lm_of),
         adapter=make_adapter(settings.sampling.adapter, parse_retries),
         metric=_with_trace(metric),
         engine=engine,

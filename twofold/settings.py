@@ -133,6 +133,8 @@ class Weights(Section):
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
     draw: Draw = Draw()
     groups: Grouping = Grouping()
+    adapters: Literal["shared", "per_module"] = "shared"
+    """One adapter that all modules share and train (the paper's runs), or one for each module."""
     lora: Lora = Lora()
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()

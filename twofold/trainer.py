@@ -16,6 +16,7 @@
 
    where m is the member's weight, |o| the completion's length and L the length of all its rollout's completions.
 4. One step of the optimizer and of the scheduler ends the update. A round without a usable row takes none.
+5. With an adapter for each module, 2 to 4 are done for each adapter, with the rows of its module alone.
 
 What differs from `Trainer.train()`: the loop over micro-batches is ours, so that training can stop between any two
 rounds and go on to the same bytes.
@@ -39,11 +40,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 from twofold import policy, prefix
-from twofold.records import Call, Group, Rollout, read_json, write_json
+from twofold.records import SHARED, Call, Group, Rollout, read_json, write_json
 from twofold.seeds import derive
 from twofold.settings import Loss, Settings, Weights
 
-ADAPTER = "adapter"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
 
@@ -123,92 +123,76 @@ def normalizer(rows: Sequence[Row], loss: Loss, max_tokens: int) -> float:
 
 
 class Trainer:
-    """The policy while it is trained: one adapter, its optimizer and its scheduler.
+    """The policy while it is trained: one adapter for all modules, or several for a module each.
 
     `update` is a function of the checkpoint that is open, the groups and the settings: whether the checkpoint was just
     made by this object or read from disk changes no byte of the next one.
+
+    Args:
+        adapters: `(SHARED,)`, or the names of all modules.
     """
 
-    def __init__(self, model_dir: Path, settings: Settings):
+    def __init__(self, model_dir: Path, settings: Settings, adapters: Sequence[str] = (SHARED,)):
         self.settings = settings
         torch.manual_seed(derive(settings.seed, "adapter"))
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         self.trl = GroupTrainer(policy.load_base(model_dir, settings.model), tokenizer, settings)
         self.model = self.trl.model
-        self._initial = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
-        self._restart()
-
-    def _restart(self) -> None:
-        """Forget all updates; the optimizer and the scheduler begin anew."""
-        options = self.settings.weights.optimizer
-        self.updates = 0
-        self.trl.optimizer = None
-        self.optimizer = self.trl.create_optimizer()
-        self.scheduler = get_scheduler(
-            options.schedule, self.optimizer, options.warmup_steps, num_training_steps=self.settings.weights.rounds
-        )
+        for number in range(1, len(adapters)):
+            self.model.add_adapter(_peft_name(number), policy.lora_config(settings.weights.lora))
+        self.learners = {name: Learner(self.trl, _peft_name(k), settings.weights) for k, name in enumerate(adapters)}
 
     def open(self, folder: Path | None) -> None:
         """Go on from the checkpoint in `folder`, or from the base model when it is None.
 
         Raises:
             RecordError: a file of the checkpoint is missing, torn, or from a newer version.
-            ModelError: the adapter does not fit the model.
+            ModelError: an adapter does not fit the model.
         """
-        self._restart()
-        if folder is None:
-            set_peft_model_state_dict(self.model, self._initial)
-            return
-        state = read_json(folder / STATE)
-        policy.load_adapter(self.model, folder / ADAPTER)
-        self.updates = state["updates"]
-        self.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None]})
-        for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
-            group["lr"] = rate
-        moments = load_file(folder / OPTIMIZER)
-        for name, parameter in self._trained():
-            found = {key.rpartition("/")[2]: value for key, value in moments.items() if key.startswith(name + "/")}
-            if found:
-                self.optimizer.state[parameter] = found
+        for name, learner in self.learners.items():
+            learner.restart()
+            if folder is not None:
+                learner.open(folder / name)
 
-    def save(self, folder: Path) -> str:
-        """Write a checkpoint into `folder`: `adapter/`, the optimizer's and the scheduler's state. Returns the policy's
-        digest."""
-        folder.mkdir(parents=True, exist_ok=True)
-        moments = {
-            f"{name}/{key}": value.contiguous()
-            for name, parameter in self._trained()
-            for key, value in self.optimizer.state[parameter].items()
-        }
-        save_file(moments, folder / OPTIMIZER)
-        state = {
-            "updates": self.updates,
-            "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
-            "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
-        }
-        write_json(state, folder / STATE)
-        return policy.save_adapter(self.model, folder / ADAPTER)
+    def save(self, folder: Path) -> dict[str, str]:
+        """Write a checkpoint: a folder for each adapter. Returns each adapter's digest, its name as a policy."""
+        return {name: learner.save(folder / name) for name, learner in self.learners.items()}
 
     def update(self, rollouts: Sequence[Rollout], groups: Sequence[Group], round_number: int) -> dict[str, float]:
-        """One step on the groups of one round.
+        """One step of every adapter, on the groups of one round. Each adapter's loss is averaged over its own rows.
 
-        Returns metrics: `loss`, `grad_norm`, `learning_rate`, `entropy` (nats a token), `kl` (to the base, with beta),
-        `clip_share`, `sampler_gap` (mean absolute difference between the trainer's and the sampler's log-probability
-        of a token), `rows`, `tokens`, `dropped/REASON` per reason, and `updated`: 1, or 0 when there was nothing to
-        learn from or the gradient was not finite.
+        Returns metrics: `loss`, `grad_norm` (of all adapters), `learning_rate`, `entropy` (nats a token), `kl` (to the
+        base, with beta), `clip_share`, `sampler_gap` (mean absolute difference between the trainer's and the sampler's
+        log-probability of a token), `rows`, `tokens`, `dropped/REASON` per reason, and `updated`: the share of the
+        adapters that took a step; the others had nothing to learn from, or a gradient that was not finite.
         """
-        weights = self.settings.weights
-        rows, dropped = rows_of(rollouts, groups, weights)
+        rows, dropped = rows_of(rollouts, groups, self.settings.weights)
         metrics = {f"dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
         metrics |= {"rows": float(len(rows)), "updated": 0.0}
         if not rows:
             return metrics
         torch.manual_seed(derive(self.settings.seed, "update", round_number))
+        batches, steps = [], []
+        for learner, own in self._by_learner(rows):
+            batches += self._backward_all(learner, own)
+            steps.append(learner.step())
+        return metrics | _summed(batches) | _step_metrics(steps, len(self.learners))
+
+    def _by_learner(self, rows: Sequence[Row]) -> Iterator[tuple["Learner", list[Row]]]:
+        for name, learner in self.learners.items():
+            own = [row for row in rows if name in (SHARED, row.call.module)]
+            if own:
+                yield learner, own
+
+    def _backward_all(self, learner: "Learner", rows: list[Row]) -> list[dict[str, float]]:
+        """Add the gradient of all rows of one adapter. Returns the metrics of its micro-batches."""
+        weights = self.settings.weights
         total = normalizer(rows, weights.loss, self.settings.sampling.max_tokens)
+        learner.activate()
         self.model.train()
         batches = [self._backward(batch, total) for batch in micro_batches(rows, weights.micro_batch)]
         self.model.eval()
-        return metrics | _summed(batches) | self._step()
+        return batches
 
     def _backward(self, rows: list[Row], total: float) -> dict[str, float]:
         """Add one micro-batch's gradient. Returns its loss, its tokens, and token-weighted sums of its metrics."""
@@ -221,9 +205,68 @@ class Trainer:
         means = {**self.trl.batch_metrics(), "sampler_gap": gap}
         return {"loss": loss.item(), "tokens": float(tokens)} | {name: value * tokens for name, value in means.items()}
 
-    def _step(self) -> dict[str, float]:
-        trained = [parameter for _, parameter in self._trained()]
-        norm = self.trl.accelerator.clip_grad_norm_(trained, self.settings.weights.optimizer.grad_clip).item()
+
+class Learner:
+    """One adapter, its optimizer and its scheduler."""
+
+    def __init__(self, trl: "GroupTrainer", peft_name: str, settings: Weights):
+        self.trl = trl
+        self.peft_name = peft_name
+        self.settings = settings
+        state = get_peft_model_state_dict(trl.model, adapter_name=peft_name)
+        self._initial = {name: tensor.clone() for name, tensor in state.items()}
+        self.restart()
+
+    def activate(self) -> None:
+        """Make this the adapter that the model computes with, and the only one with a gradient."""
+        self.trl.model.set_adapter(self.peft_name)
+
+    def restart(self) -> None:
+        """Forget all updates."""
+        self.activate()
+        set_peft_model_state_dict(self.trl.model, self._initial, adapter_name=self.peft_name)
+        self.updates = 0
+        self.trl.optimizer = None
+        self.optimizer = self.trl.create_optimizer()
+        options = self.settings.optimizer
+        self.scheduler = get_scheduler(
+            options.schedule, self.optimizer, options.warmup_steps, num_training_steps=self.settings.rounds
+        )
+
+    def open(self, folder: Path) -> None:
+        """Go on from what `save` wrote; the learner must be fresh."""
+        state = read_json(folder / STATE)
+        policy.load_adapter(self.trl.model, folder / policy.ADAPTER, self.peft_name)
+        self.updates = state["updates"]
+        self.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None]})
+        for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
+            group["lr"] = rate
+        moments = load_file(folder / OPTIMIZER)
+        for name, parameter in self.trained():
+            found = {key.rpartition("/")[2]: value for key, value in moments.items() if key.startswith(name + "/")}
+            if found:
+                self.optimizer.state[parameter] = found
+
+    def save(self, folder: Path) -> str:
+        """Write `adapter/` and the optimizer's and the scheduler's state. Returns the adapter's digest."""
+        folder.mkdir(parents=True, exist_ok=True)
+        moments = {
+            f"{name}/{key}": value.contiguous()
+            for name, parameter in self.trained()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+        save_file(moments, folder / OPTIMIZER)
+        state = {
+            "updates": self.updates,
+            "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+            "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
+        }
+        write_json(state, folder / STATE)
+        return policy.save_adapter(self.trl.model, folder / policy.ADAPTER, self.peft_name)
+
+    def step(self) -> dict[str, float]:
+        """Take a step along the gradient, unless that is not finite, and clear it."""
+        norm = self.trl.accelerator.clip_grad_norm_([p for _, p in self.trained()], self.settings.optimizer.grad_clip)
         rate = self.optimizer.param_groups[0]["lr"]
         finite = math.isfinite(norm)
         if finite:
@@ -231,10 +274,12 @@ class Trainer:
             self.scheduler.step()
             self.updates += 1
         self.optimizer.zero_grad()
-        return {"grad_norm": norm, "learning_rate": rate, "updated": float(finite)}
+        return {"grad_norm": norm.item(), "learning_rate": rate, "updated": float(finite)}
 
-    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+    def trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The adapter's weights; their names hold PEFT's name of it, which is the same in every run."""
+        mark = f".{self.peft_name}."
+        return [(name, p) for name, p in self.trl.model.named_parameters() if mark in name]
 
 
 class GroupTrainer(GRPOTrainer):
@@ -373,6 +418,19 @@ def _summed(batches: Sequence[dict[str, float]]) -> dict[str, float]:
     tokens = sum(batch["tokens"] for batch in batches)
     sums = {name: sum(batch[name] for batch in batches) for name in batches[0]}
     return {name: total if name in ("loss", "tokens") else total / tokens for name, total in sums.items()}
+
+
+def _step_metrics(steps: Sequence[dict[str, float]], learners: int) -> dict[str, float]:
+    return {
+        "grad_norm": math.hypot(*(step["grad_norm"] for step in steps)),
+        "learning_rate": steps[0]["learning_rate"],
+        "updated": sum(step["updated"] for step in steps) / learners,
+    }
+
+
+def _peft_name(number: int) -> str:
+    """PEFT's names of adapters may hold no dots, as modules' do; TRL calls the first one `default`."""
+    return f"adapter{number}" if number else "default"
 
 
 def _no_reward(**_: Any) -> list[float]:
