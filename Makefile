@@ -33,4 +33,4 @@ ui: setup
 
 # What a run makes, the caches included; the environment and DVC's own cache stay.
 clean:
-	rm -rf .work outputs/vanilla outputs/weights data/prepared data/models reports
+	rm -rf .work outputs/* data/prepared data/models reports

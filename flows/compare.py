@@ -1,64 +1,59 @@
 """Stage `compare`: every strategy once on test, and the differences between them. The only look at test there is."""
 
+import csv
 import dataclasses
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.artifacts import create_table_artifact
 from rich.console import Console
 from rich.table import Table
 
-from flows.sampling import evaluate_on
-from flows.train_weights import SPENT
+from flows.sampling import SPENT, evaluate_on
 from tasks import stage, tracking
 from tasks.candidate import Candidate
 from tasks.step import Manifest
-from twofold import evaluation
+from twofold import evaluation, plots
 from twofold.programs import load_pipeline
 from twofold.records import read_json, read_rollouts, write_json
 from twofold.seeds import derive
 from twofold.settings import Settings, load
 
+REPORTS = Path("reports")
 COLUMNS = ("score", "ci_low", "ci_high", "n", "format_rate", *SPENT)
+CURVES = ("reward", "dev/score", "groups_all_equal_share", "kl")
+"""Columns of reports/rounds.csv beside strategy, step and round."""
 
 
 @flow(name="compare")
 def compare(params: str) -> None:
-    """Evaluate the vanilla program and the trained one on test; writes reports/compare.json."""
+    """Evaluate the result of every strategy on test; writes reports/."""
     settings = load(Path(params))
     data, model = stage.prepared_data(), stage.fetched_model(settings)
     pipeline = load_pipeline(settings.pipeline)
-    outputs = {name: stage.published(name) for name in ("vanilla", "weights")}
+    outputs = {name: stage.published(name) for name in settings.strategies}
     inputs = {"data": data.digest, "model": model.digest, "pipeline": pipeline.digest}
     work = stage.work_folder("compare", settings, inputs | {name: made.digest for name, made in outputs.items()})
-    with tracking.stage_run("compare", settings, data.digest) as run:
-        tests, table = {}, {}
-        for name, made in outputs.items():
-            candidate = Candidate(
-                settings.pipeline, pipeline.digest, Manifest.of(made.folder / "program"), model, _checkpoint(made)
-            )
-            tests[name] = evaluate_on("test", work / name, settings, candidate, data)
-            table[name] = _row(tests[name], _training(made))
-            run.log({f"test/{name}/{column}": table[name][column] for column in COLUMNS})
+    tests, table = {}, {}
+    for name, made in outputs.items():
+        program, checkpoint = made.part("program"), made.part("checkpoint")
+        candidate = Candidate(
+            settings.pipeline, pipeline.digest, program, model, checkpoint if checkpoint.outputs else None
+        )
+        tests[name] = evaluate_on("test", work / name, settings, candidate, data)
+        table[name] = _row(tests[name], read_json(made.folder / "metrics.json"))
+        tracking.log_test(name, settings, data.digest, {f"test/{column}": table[name][column] for column in COLUMNS})
     report = {"strategies": table, "differences": _differences(tests, settings)}
-    write_json(report, Path("reports/compare.json"))
-    _show(report)
+    _write(report, outputs)
+    _publish(report)
 
 
-def _checkpoint(made: Manifest) -> Manifest | None:
-    folder = made.folder / "checkpoint"
-    return Manifest.of(folder) if folder.is_dir() else None
-
-
-def _training(made: Manifest) -> dict[str, float]:
-    """What it took to make the strategy; nothing for a program that was not trained."""
-    return read_json(made.folder / "metrics.json") if _checkpoint(made) else dict.fromkeys(SPENT, 0.0)
-
-
-def _row(test: Manifest, training: dict[str, float]) -> dict[str, float]:
-    """A strategy's score on test, and all it cost: its training and this evaluation."""
-    costs = {name: test.metrics[name] + training[name] for name in SPENT}
+def _row(test: Manifest, made: dict[str, float]) -> dict[str, float]:
+    """A strategy's score on test, and all it cost: its steps and this evaluation."""
+    costs = {name: test.metrics[name] + made[name] for name in SPENT}
     return {**{name: test.metrics[name] for name in COLUMNS}, **costs}
 
 
@@ -74,15 +69,55 @@ def _differences(tests: dict[str, Manifest], settings: Settings) -> dict[str, An
     }
 
 
-def _show(report: dict[str, Any]) -> None:
-    table = Table("strategy", *COLUMNS, title="On test (costs: training and this evaluation)")
+def _write(report: dict[str, Any], outputs: dict[str, Manifest]) -> None:
+    rounds = [row for name, made in outputs.items() for row in _rounds(name, made.folder)]
+    write_json(report, REPORTS / "compare.json")
+    (REPORTS / "compare.md").write_text(_markdown(report), encoding="utf-8")
+    with (REPORTS / "rounds.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["strategy", "step", "round", *CURVES], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rounds)
+    plots.scores(report["strategies"], REPORTS / "scores.png")
+    plots.rounds(rounds, REPORTS / "rounds.png")
+
+
+def _rounds(name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """What every round of the strategy's trainings came to; a number that a round has not is left empty."""
+    for history in sorted(folder.glob("*-w/history.csv")):
+        with history.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                found = {column: row.get(column, "") for column in ("round", *CURVES)}
+                yield {"strategy": name, "step": history.parent.name, **found}
+
+
+def _publish(report: dict[str, Any]) -> None:
+    """On the terminal, and as an artifact of the Prefect run."""
+    rows = [{"strategy": name, **row} for name, row in report["strategies"].items()]
+    create_table_artifact(table=rows, key="compare", description=_markdown(report))
+    table = Table("strategy", *COLUMNS, title="On test (costs: all steps and this evaluation)")
     for name, row in report["strategies"].items():
         table.add_row(name, *(_text(row[column]) for column in COLUMNS))
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
-    for name, found in report["differences"].items():
-        interval = f"95% interval {found['ci_low']:+.3f} to {found['ci_high']:+.3f}"
-        console.print(f"{name}: {found['difference']:+.3f} ({interval}, n = {found['n']})")
+    for line in _sentences(report):
+        console.print(line)
+
+
+def _markdown(report: dict[str, Any]) -> str:
+    header = f"| strategy | {' | '.join(COLUMNS)} |\n|---|{'---:|' * len(COLUMNS)}\n"
+    rows = [
+        f"| {name} | {' | '.join(_text(row[column]) for column in COLUMNS)} |\n"
+        for name, row in report["strategies"].items()
+    ]
+    return header + "".join(rows) + "\n" + "".join(f"- {line}\n" for line in _sentences(report))
+
+
+def _sentences(report: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}: {found['difference']:+.3f} (95% interval {found['ci_low']:+.3f} to {found['ci_high']:+.3f}, "
+        f"n = {found['n']})"
+        for name, found in report["differences"].items()
+    ]
 
 
 def _text(value: float) -> str:

@@ -1,6 +1,9 @@
-"""What several flows do: collect rollouts in shards, and evaluate a candidate on a split."""
+"""What the steps of all strategies share: rollouts in shards, a score on a split, and what a step leaves behind."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks.candidate import Candidate
 from tasks.collect import collect, shards
@@ -9,6 +12,22 @@ from tasks.step import Manifest
 from twofold.examples import example_id, read_examples
 from twofold.settings import Settings
 
+SPENT = ("rollouts", "tokens_in", "tokens_out", "seconds")
+"""What a strategy costs, summed over its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a step of a strategy made."""
+
+    candidates: list[tuple[Candidate, Manifest]]
+    """In the order they were made, each with its evaluation on dev."""
+    spent: dict[str, float]
+    history: list[dict[str, Any]]
+    """Numbers along the way: a row for each trial or round."""
+    records: Mapping[str, Path]
+    """Files and folders to publish, by their place in the step's output."""
+
 
 def ids_of(data: Manifest, split: str) -> list[str]:
     """Ids of the split's examples, in order."""
@@ -16,9 +35,9 @@ def ids_of(data: Manifest, split: str) -> list[str]:
 
 
 def collect_for_training(
-    folder: Path, settings: Settings, candidate: Candidate, data: Manifest, examples: list[str], round_number: int
+    folder: Path, settings: Settings, candidate: Candidate, data: Manifest, examples: list[str], names: list[str | int]
 ) -> list[Manifest]:
-    """Rollouts of one round, `weights.rollouts_per_example` for each example."""
+    """Rollouts of one round, named by `names`: `weights.rollouts_per_example` for each example."""
     weights = settings.weights
     return [
         collect(
@@ -29,7 +48,7 @@ def collect_for_training(
             split="train",
             examples=examples,
             per_example=weights.rollouts_per_example,
-            names=["round", round_number],
+            names=names,
             draw=weights.draw,
             parse_retries=0,
             judge="metric",
@@ -65,3 +84,9 @@ def evaluate_on(split: str, folder: Path, settings: Settings, candidate: Candida
     scored = evaluate(folder / "score", settings=settings, shards=collected)
     seconds = sum(part.metrics["seconds"] for part in (*collected, scored))
     return Manifest(scored.path, scored.outputs, {**scored.metrics, "seconds": seconds})
+
+
+def spent_on(sampled: Sequence[Manifest], worked: Sequence[Manifest] = ()) -> dict[str, float]:
+    """What it cost to sample these, and to work these out of them."""
+    spent = {name: sum(made.metrics[name] for made in sampled) for name in SPENT}
+    return {**spent, "seconds": spent["seconds"] + sum(made.metrics["seconds"] for made in worked)}

@@ -14,8 +14,6 @@ from twofold.sampling.local import LocalEngine
 from twofold.settings import Settings
 from twofold.trainer import Trainer
 
-STATE = "program.json"
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -32,7 +30,7 @@ class Candidate:
 
     def open_program(self) -> dspy.Module:
         program = programs.load_pipeline(self.pipeline).program()
-        programs.load_state(program, self.program.folder / STATE)
+        programs.load_state(program, self.program.folder / programs.STATE)
         return program
 
     @property

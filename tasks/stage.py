@@ -25,17 +25,24 @@ from twofold.models import digest as model_digest
 from twofold.settings import Settings, load
 
 
-def run(name: str, flow: Callable[[str], Any]) -> None:
-    """Parse `--params`, and run the flow with it while no other stage runs. A user's error ends the process with 2."""
+def run(
+    name: str, flow: Callable[..., Any], arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> None:
+    """Parse the command line, and run the flow with it while no other stage runs. A user's error ends it with 2.
+
+    Args:
+        arguments: adds what the flow takes beside `--params`.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m flows.{name}", description=flow.__doc__)
     parser.add_argument("--params", default="params.yaml", help="settings file (default: %(default)s)")
-    params = parser.parse_args().params
+    arguments(parser)
+    parsed = vars(parser.parse_args())
     # Libraries telling each other what their next version renames.
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        load(Path(params))
+        load(Path(parsed["params"]))
         with _terminable(), _alone(name):
-            flow(params)
+            flow(**parsed)
     except TwofoldError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

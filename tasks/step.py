@@ -48,6 +48,12 @@ class Manifest:
         """The manifest of everything in `folder` now."""
         return cls(folder.as_posix(), _outputs(folder), metrics or {})
 
+    def part(self, name: str) -> "Manifest":
+        """The manifest of one of the folders in it."""
+        inside = {path.removeprefix(f"{name}/"): found for path, found in self.outputs.items()}
+        kept = {path: found for path, found in inside.items() if f"{name}/{path}" in self.outputs}
+        return Manifest(f"{self.path}/{name}", kept)
+
     @property
     def folder(self) -> Path:
         return Path(self.path)

@@ -7,6 +7,7 @@ MLflow gets numbers, names and digests, never examples or answers; weights stay 
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tasks import WORK
 from tasks.step import Manifest
 from twofold import digests
+from twofold.programs import STATE, instructions_at
 from twofold.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class StageRun:
     """The child run of one stage."""
 
     client: "MlflowClient"
+    stage: str
     run_id: str
     experiment_id: str
     dataset: "Dataset"
@@ -63,6 +66,14 @@ class StageRun:
         self.client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
         return model.model_id
 
+    def log_prompts(self, pipeline: str, program: Manifest) -> None:
+        """Register each module's instructions as a version of a prompt. Demos are data, and stay out of MLflow."""
+        for module, instructions in instructions_at(program.folder / STATE).items():
+            name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{pipeline}.{self.stage}.{module}")
+            known = self.client.load_prompt(name, allow_missing=True)
+            if known is None or known.template != instructions:
+                self.client.register_prompt(name, instructions, tags={"program": program.digest, "run": self.run_id})
+
 
 @contextmanager
 def stage_run(stage: str, settings: Settings, data: str) -> Iterator[StageRun]:
@@ -77,7 +88,7 @@ def stage_run(stage: str, settings: Settings, data: str) -> Iterator[StageRun]:
     _close_killed(client, experiment, parent, stage)
     tags = {"mlflow.parentRunId": parent, STAGE_TAG: stage}
     run = client.create_run(experiment, run_name=f"stage:{stage}", tags=tags)
-    found = StageRun(client, run.info.run_id, experiment, _dataset(settings, data))
+    found = StageRun(client, stage, run.info.run_id, experiment, _dataset(settings, data))
     _log_data(found)
     status = "FAILED"
     try:
@@ -86,6 +97,20 @@ def stage_run(stage: str, settings: Settings, data: str) -> Iterator[StageRun]:
     finally:
         client.set_terminated(found.run_id, status)
         client.set_terminated(parent, status)
+
+
+def log_test(stage: str, settings: Settings, data: str, metrics: Mapping[str, float]) -> None:
+    """Add numbers to the newest run of a stage that is over; to a new one, when MLflow has never seen the stage run."""
+    client = _client(settings)
+    experiment = _experiment(client, settings.tracking.experiment)
+    parent = _parent(client, experiment, settings, data)
+    query = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STAGE_TAG}` = '{stage}' AND status = 'FINISHED'"
+    found = client.search_runs([experiment], query, max_results=1)
+    if found:
+        StageRun(client, stage, found[0].info.run_id, experiment, _dataset(settings, data)).log(metrics)
+        return
+    with stage_run(stage, settings, data) as run:
+        run.log(metrics)
 
 
 def _client(settings: Settings) -> "MlflowClient":

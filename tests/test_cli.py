@@ -40,9 +40,10 @@ def test_check_shows_settings_data_model_and_plan(project: Path, capsys: pytest.
     assert "6 train, 4 dev, 4 test" in shown
     assert "./base: copied from ./base" in shown
     assert "epsilon_high: 0.2" in shown
-    # 4 dev; 3 rounds of 3 x 4; dev after rounds 2 and 3; test for two strategies: 56 rollouts of two calls each.
+    # 4 dev; prompts: 2 trials x 2, 3 for demos, 3 x 3, 4 dev; twice: 3 rounds of 3 x 4, dev after rounds 2 and 3; test
+    # for four strategies: 128 rollouts of two calls each.
     (total,) = (line for line in shown.splitlines() if "total" in line)
-    assert total.replace("│", " ").split()[1:3] == ["56", "112"]
+    assert total.replace("│", " ").split()[1:3] == ["128", "256"]
     assert sorted(path.name for path in project.iterdir()) == ["base", "data", "params.yaml", "pipelines"]
 
 
@@ -124,13 +125,22 @@ def test_leftovers_wait_and_few_examples_all_train() -> None:
 
 
 def test_work_by_hand() -> None:
-    settings = Settings.model_validate(SETTINGS)
+    strategies = {"vanilla": [], "weights": ["w"], "again": ["w", "w"]}
+    settings = Settings.model_validate(SETTINGS | {"strategies": strategies})
     planned = work(settings, {"train": 2, "dev": 4, "test": 5}, predictors=3, prompt_tokens=10)
-    # Two examples of the three a step would take: 3 rounds x 2 x 4.
-    assert [one.rollouts for one in planned] == [4, 24, 8, 10]
-    assert [one.calls for one in planned] == [12, 72, 24, 30]
+    # Two examples of the three a step would take: 3 rounds x 2 x 4, and dev twice. The first `w` is run once.
+    assert [one.rollouts for one in planned] == [4, 24, 8, 24, 8, 15]
+    assert [one.calls for one in planned] == [12, 72, 24, 72, 24, 45]
     assert planned[1].tokens_in == 720
     assert planned[1].tokens_out == 72 * 6
+
+
+def test_work_of_prompt_optimization_by_hand() -> None:
+    prompts = {"trials": 7, "minibatch": 5, "full_every": 3, "validation_share": 0.6}
+    settings = Settings.model_validate(SETTINGS | {"prompts": prompts, "strategies": {"both": ["p"]}})
+    planned = work(settings, {"train": 20, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
+    # The program as it came, after trials 3 and 6, and at the end: 4 times 12 of 20 examples, and the other 8 once.
+    assert [one.rollouts for one in planned] == [4, 35, 56, 4, 5]
 
 
 def test_prompt_tokens_by_hand() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.train_weights import Round, best
+from flows.sampling import Made
+from flows.strategy import best
 from tasks.step import Manifest
 from tests.tiny import environment, make_checkout
 from twofold.records import read_checkpoint, read_groups, read_rollouts
@@ -47,35 +48,43 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_run_leaves_all_it_should(checkout: Path) -> None:
     report = json.loads((checkout / "reports/compare.json").read_text())
     columns = {"score", "ci_low", "ci_high", "n", "format_rate", "rollouts", "tokens_in", "tokens_out", "seconds"}
-    assert {name: set(row) for name, row in report["strategies"].items()} == {"vanilla": columns, "weights": columns}
-    assert [row["n"] for row in report["strategies"].values()] == [4, 4]
+    strategies = ["vanilla", "prompts", "weights", "together"]
+    assert {name: set(row) for name, row in report["strategies"].items()} == dict.fromkeys(strategies, columns)
+    assert [row["n"] for row in report["strategies"].values()] == [4, 4, 4, 4]
     # Training: 3 rounds of 3 x 4, and dev (4 examples) after rounds 2 and 3. Each strategy: 4 test examples.
-    assert [row["rollouts"] for row in report["strategies"].values()] == [4, 3 * 12 + 2 * 4 + 4]
+    spent = {name: row["rollouts"] for name, row in report["strategies"].items()}
+    assert (spent["vanilla"], spent["weights"]) == (4, 3 * 12 + 2 * 4 + 4)
+    assert spent["together"] - spent["prompts"] == 3 * 12 + 2 * 4
     gain = report["differences"]["weights - vanilla"]["difference"]
     scores = {name: row["score"] for name, row in report["strategies"].items()}
     assert gain == pytest.approx(scores["weights"] - scores["vanilla"])
     weights = checkout / "outputs/weights"
-    assert len(read_rollouts(weights / "records")) == 36
-    assert {group.module for group in read_groups(weights / "records/groups.parquet")} == {"restate", "answer"}
+    records = weights / "0-w/records"
+    assert len(read_rollouts(records)) == 36
+    assert {group.module for group in read_groups(records / "groups.parquet")} == {"restate", "answer"}
     chosen = read_checkpoint(weights / "checkpoint/checkpoint.json")
     assert chosen.round in (2, 3)
     assert set(chosen.digests) == {"model", "data", "program", "pipeline", "settings", "groups"}
     assert (weights / "checkpoint/all-modules/adapter/adapter_model.safetensors").is_file()
-    history = (weights / "rounds.csv").read_text().splitlines()
-    assert history[0].startswith("round,reward,")
+    history = (weights / "0-w/history.csv").read_text().splitlines()
+    assert history[0].startswith("round,")
     assert [line.split(",")[0] for line in history[1:]] == ["1", "2", "3"]
 
 
 @pytest.mark.slow
 def test_each_round_samples_from_the_checkpoint_before(checkout: Path) -> None:
     policies: dict[str, set[str]] = {}
-    for rollout in read_rollouts(checkout / "outputs/weights/records"):
-        policies.setdefault(rollout.rollout_id.split("/")[1], set()).update(call.policy for call in rollout.calls)
-    made = {
-        read_checkpoint(path).round: read_checkpoint(path).policies["all-modules"]
-        for path in checkout.glob(".work/weights/*/round-*/checkpoint/checkpoint.json")
-    }
-    assert policies == {"0": {"base"}, "1": {made[1]}, "2": {made[2]}}
+    following: dict[str, set[str]] = {}
+    for rollout in read_rollouts(checkout / "outputs/weights/0-w/records"):
+        policies.setdefault(rollout.rollout_id.split("/")[2], set()).update(call.policy for call in rollout.calls)
+    # Whichever strategy ran a step first has its files.
+    for path in sorted(checkout.glob(".work/*/*/?-w/round-*/checkpoint/checkpoint.json")):
+        checkpoint = read_checkpoint(path)
+        if checkpoint.parents.get("all-modules", "base") in policies[str(checkpoint.round - 1)]:
+            following.setdefault(str(checkpoint.round), set()).add(checkpoint.policies["all-modules"])
+    assert policies["0"] == {"base"}
+    assert policies["1"] <= following["1"]
+    assert policies["2"] <= following["2"]
 
 
 @pytest.mark.slow
@@ -100,22 +109,22 @@ def test_killed_run_goes_on_to_the_same_bytes(checkout: Path, tmp_path: Path) ->
     shutil.rmtree(published.parent)
     shutil.rmtree(checkout / ".work/weights")
     shutil.rmtree(checkout / ".work/prefect/storage")
-    command = [sys.executable, "-m", "flows.train_weights"]
+    command = [sys.executable, "-m", "flows.strategy", "--name", "weights"]
     with (tmp_path / "log").open("w") as log:
         # A session of its own, so that Prefect's temporary server dies with it.
         killed = subprocess.Popen(
             command, cwd=checkout, env=environment(), stdout=log, stderr=log, start_new_session=True
         )
-        while not list(checkout.glob(".work/weights/*/round-0001/groups")):
+        while not list(checkout.glob(".work/weights/*/0-w/round-0001/groups")):
             assert killed.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.01)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
-    finished = _identities(checkout, "round-0000/*/*")
+    finished = _identities(checkout, "0-w/round-0000/*/*")
     assert len(finished) >= 8
     assert not published.exists()
     subprocess.run(command, cwd=checkout, env=environment(), check=True, capture_output=True)
-    assert _identities(checkout, "round-0000/*/*") == finished
+    assert _identities(checkout, "0-w/round-0000/*/*") == finished
     assert Manifest.of(published).outputs == wanted
 
 
@@ -137,9 +146,9 @@ def test_second_stage_at_once_is_refused(checkout: Path) -> None:
 
 
 def test_best_is_the_earliest_of_the_highest() -> None:
-    def round_with(number: int, score: float | None) -> Round:
-        dev = None if score is None else Manifest("dev", {}, {"score": score})
-        return Round(number, Manifest("groups", {}), Manifest("checkpoint", {}), {}, dev)
+    def made(*scores: float) -> Made:
+        return Made([(f"scored {score}", Manifest("dev", {}, {"score": score})) for score in scores], {}, [], {})
 
-    rounds = [round_with(1, 0.2), round_with(2, 0.5), round_with(3, None), round_with(4, 0.5), round_with(5, 0.4)]
-    assert best(rounds).number == 2
+    steps = [made(0.2), made(0.4, 0.5, 0.3), made(0.5)]
+    assert best(steps) == steps[1].candidates[1]
+    assert best([made(0.6), *steps])[0] == "scored 0.6"

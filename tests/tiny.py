@@ -72,6 +72,17 @@ SETTINGS = {
     "sampling": {"context": 256, "max_tokens": 6, "shard_size": 8, "batch_size": 8},
     "rewards": {"failure": 0.0},
     "evaluate": {"every": 2, "resamples": 200, "draw": {"temperature": 0.7}},
+    "prompts": {
+        "trials": 2,
+        "demo_sets": 3,
+        "instructions": 2,
+        "labeled_demos": 0,
+        "minibatch": 2,
+        "full_every": 2,
+        "validation_share": 0.5,
+        "proposal_tokens": 12,
+    },
+    "strategies": {"vanilla": [], "prompts": ["p"], "weights": ["w"], "together": ["p", "w"]},
     "weights": {
         "rounds": 3,
         "examples_per_step": 3,

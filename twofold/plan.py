@@ -1,6 +1,6 @@
 """The plan of a run: which examples a round trains on, and how much work the settings ask for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -51,6 +51,40 @@ def _length(example: Mapping[str, Any] | dspy.Example) -> int:
     return sum(len(f"{name}: {value}") for name, value in dict(example).items())
 
 
+def _steps(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, str, int]]:
+    """Rollouts of each step of each strategy; what a strategy begins with like an earlier one costs nothing again."""
+    known: set[tuple[str, ...]] = set()
+    for name, steps in settings.strategies.items():
+        for place, step in enumerate(steps):
+            if steps[: place + 1] not in known:
+                known.add(steps[: place + 1])
+                make = _prompts if step == "p" else _weights
+                yield from ((name, f"{place}-{step}: {what}", count) for what, count in make(settings, sizes))
+
+
+def _prompts(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
+    wanted = settings.prompts
+    validation = round(sizes["train"] * wanted.validation_share)
+    if wanted.optimizer == "mipro" and not wanted.auto:
+        full = 2 + wanted.trials // wanted.full_every
+        batch = min(wanted.minibatch, validation)
+        yield f"{wanted.trials} trials x {batch}", wanted.trials * batch
+        demos = sizes["train"] - validation
+        yield f"{demos} for demos, {full} x {validation}", demos + full * validation
+    elif wanted.optimizer == "gepa":
+        yield "at most", wanted.metric_calls
+    yield "dev", sizes["dev"]
+
+
+def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
+    weights = settings.weights
+    per_step = min(weights.examples_per_step, sizes["train"])
+    evaluations = -(-weights.rounds // settings.evaluate.every)
+    per_round = per_step * weights.rollouts_per_example
+    yield f"{weights.rounds} rounds x {per_step} x {weights.rollouts_per_example}", weights.rounds * per_round
+    yield f"{evaluations} x dev", evaluations * sizes["dev"]
+
+
 def work(settings: Settings, sizes: dict[str, int], predictors: int, prompt_tokens: int) -> list[Work]:
     """The work of each stage that samples.
 
@@ -59,16 +93,9 @@ def work(settings: Settings, sizes: dict[str, int], predictors: int, prompt_toke
         predictors: how many the program has.
         prompt_tokens: tokens of a typical prompt.
     """
-    weights = settings.weights
-    per_step = min(weights.examples_per_step, sizes["train"])
-    evaluations = -(-weights.rounds // settings.evaluate.every)
-    trained = weights.rounds * per_step * weights.rollouts_per_example
-    planned = [
-        ("vanilla", "dev", sizes["dev"]),
-        ("weights", f"{weights.rounds} rounds: {per_step} x {weights.rollouts_per_example}", trained),
-        ("weights", f"{evaluations} x dev", evaluations * sizes["dev"]),
-        ("compare", "2 x test", 2 * sizes["test"]),
-    ]
+    dev = ("all", "dev, before any step", sizes["dev"])
+    strategies = len(settings.strategies)
+    planned = [dev, *_steps(settings, sizes), ("compare", f"{strategies} x test", strategies * sizes["test"])]
     return [
         Work(
             stage,

@@ -6,6 +6,7 @@ that share a signature are two modules; one predictor called in a loop, or reach
 
 import difflib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +20,9 @@ import dspy
 from twofold import digests
 from twofold.errors import PipelineError
 from twofold.settings import Settings
+
+STATE = "program.json"
+"""File of a program's state in its folder."""
 
 Splits = tuple[list[dspy.Example], list[dspy.Example], list[dspy.Example]]
 
@@ -127,6 +131,12 @@ def load_state(program: dspy.Module, path: Path) -> None:
         ) from error
     for name, predictor in modules(program).items():
         predictor.lm = lms[name]
+
+
+def instructions_at(path: Path) -> dict[str, str]:
+    """The instructions of each module in a saved state, without loading a program."""
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return {name: part["signature"]["instructions"] for name, part in saved.items() if name != "metadata"}
 
 
 def _unbound(program: dspy.Module) -> dspy.Module:

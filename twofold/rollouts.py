@@ -261,6 +261,12 @@ class _Runner:
         )
 
 
+def scored(metric: Metric) -> Callable[..., float]:
+    """The metric as DSPy's optimizers call it, (example, prediction, trace), and as the plain reward."""
+    full = _with_trace(metric)
+    return lambda example, prediction, trace=None, *_: _read_metric(full(example, prediction, trace))[0]
+
+
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 

@@ -89,6 +89,59 @@ class Evaluate(Section):
     """Bootstrap resamples behind a confidence interval."""
 
 
+class Endpoint(Section):
+    """An OpenAI-compatible server."""
+
+    model: str
+    base_url: str
+    key: str = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the key; the key itself has no place in a file."""
+    retries: Count = 3
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds for one answer."""
+
+
+class Prompts(Section):
+    """Prompt optimization; see `prompts.py`. The names in brackets are those of DSPy's optimizers."""
+
+    optimizer: Literal["mipro", "gepa", "labeled"] = "mipro"
+    auto: Literal["light", "medium", "heavy"] | None = None
+    """MIPROv2's own choice of `trials`, `demo_sets`, `instructions` and of how many examples score; null takes ours."""
+    trials: Positive = 12
+    """Combinations that MIPROv2 tries [num_trials]."""
+    demo_sets: Positive = 12
+    """Sets of demos it chooses from, the empty one among them [num_fewshot_candidates]."""
+    instructions: Positive = 6
+    """Instructions it chooses from for each module, the program's own among them [num_instruct_candidates]."""
+    bootstrapped_demos: Count = 4
+    """Most demos of a module that come from rollouts [max_bootstrapped_demos]."""
+    labeled_demos: Count = 4
+    """Most demos of a module that come from examples as they are [max_labeled_demos]; how many `labeled` takes."""
+    threshold: float | None = None
+    """Reward from which a rollout may give demos [metric_threshold]; null takes every reward that is not 0."""
+    minibatch: Positive = 35
+    """Examples that score a combination [minibatch_size]; all of the validation part when it has no more."""
+    full_every: Positive = 5
+    """Trials between two evaluations of the best combination on the whole part [minibatch_full_eval_steps]."""
+    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of the training examples that score; the others give demos."""
+    program_aware: bool = True
+    data_aware: bool = True
+    tip_aware: bool = True
+    demo_aware: bool = True
+    """What the proposing LM is shown: the program's code, a summary of the data, a tip, demos."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Of the proposing LM [init_temperature]."""
+    proposal_tokens: Positive = 512
+    """Most tokens of a proposal."""
+    proposer: Endpoint | None = None
+    """The LM that proposes instructions; null takes the base model."""
+    metric_calls: Positive = 1000
+    """GEPA: rollouts it may look at [max_metric_calls]."""
+    reflection_batch: Positive = 3
+    """GEPA: rollouts it reflects on at a time [reflection_minibatch_size]."""
+
+
 class Grouping(Section):
     """How calls become groups; see `groups.py`."""
 
@@ -144,6 +197,12 @@ class Weights(Section):
     """Longer rows (prompt and completion, in tokens) are left out of the update, and counted."""
 
 
+Step = Literal["p", "w"]
+"""A step of a strategy: `p` optimizes the prompts, `w` trains the weights."""
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+
+
 class Tracking(Section):
     uri: str = ""
     """MLflow tracking server; empty for a SQLite file in the work folder."""
@@ -160,7 +219,15 @@ class Settings(Section):
     sampling: Sampling = Sampling()
     rewards: Rewards = Rewards()
     evaluate: Evaluate = Evaluate()
+    prompts: Prompts = Prompts()
     weights: Weights = Weights()
+    strategies: dict[Name, tuple[Step, ...]] = {
+        "vanilla": (),
+        "prompts": ("p",),
+        "weights": ("w",),
+        "together": ("p", "w"),
+    }
+    """Sequences of steps to compare, by name; each begins with the program as it was written."""
     tracking: Tracking = Tracking()
 
     @model_validator(mode="after")
@@ -168,6 +235,10 @@ class Settings(Section):
         if self.sampling.max_tokens >= self.sampling.context:
             raise ValueError("sampling.max_tokens must be smaller than sampling.context")
         return self
+
+    def __hash__(self) -> int:
+        # pydantic's own hash fails on the dict of strategies.
+        return hash(self.model_dump_json())
 
     def warnings(self) -> list[str]:
         """Settings that are allowed and yet likely wrong, in words."""

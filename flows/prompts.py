@@ -1,0 +1,28 @@
+"""Step `p` of a strategy: better instructions and demos for the program, with the weights as they are."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from flows.sampling import Made, evaluate_on, spent_on
+from tasks.candidate import Candidate
+from tasks.optimize import PROGRAM, TRIALS, optimize
+from tasks.step import Manifest
+from tasks.tracking import StageRun
+from twofold.records import read_json
+from twofold.settings import Settings
+
+
+def optimize_prompts(
+    folder: Path, settings: Settings, candidate: Candidate, data: Manifest, run: StageRun, number: int
+) -> Made:
+    """Optimize the candidate's prompts on train, and evaluate the found program on dev."""
+    found = optimize(folder / "search", settings=settings, candidate=candidate, data=data)
+    program = found.part(PROGRAM)
+    better = replace(candidate, program=program)
+    dev = evaluate_on("dev", folder / "dev", settings, better, data)
+    run.log({f"prompts/{name}": value for name, value in found.metrics.items()}, number)
+    run.log({f"dev/{name}": value for name, value in dev.metrics.items()}, number)
+    run.log_prompts(candidate.pipeline, program)
+    trials = read_json(found.folder / TRIALS)["trials"]
+    history = [{"trial": k, **{name: trial[name] for name in ("score", "n", "full")}} for k, trial in enumerate(trials)]
+    return Made([(better, dev)], spent_on([found, dev]), history, {TRIALS: found.folder / TRIALS})

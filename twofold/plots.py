@@ -1,0 +1,55 @@
+"""Pictures of a comparison, as PNG files."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+PANELS = {
+    "reward": "reward of training rollouts",
+    "dev/score": "score on dev",
+    "groups_all_equal_share": "all-equal groups",
+}
+"""What `rounds` shows, and how each panel is titled."""
+
+
+def scores(strategies: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """One bar per strategy: its score on test, with the 95% interval."""
+    figure = Figure(figsize=(1.6 + 1.1 * len(strategies), 3.6), layout="constrained")
+    axes = figure.subplots()
+    heights = [row["score"] for row in strategies.values()]
+    below = [row["score"] - row["ci_low"] for row in strategies.values()]
+    above = [row["ci_high"] - row["score"] for row in strategies.values()]
+    bars = axes.bar(list(strategies), heights, yerr=[below, above], capsize=4, color="#4477aa", width=0.6)
+    axes.bar_label(bars, fmt="%.2f", label_type="center", color="white")
+    n = next(iter(strategies.values()))["n"]
+    axes.set(ylabel="score on test", title=f"n = {n:.0f}, 95% intervals", ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def rounds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Curves over the rounds of training, one line for each training of each strategy."""
+    figure = Figure(figsize=(3.4 * len(PANELS), 3.2), layout="constrained")
+    lines = dict.fromkeys((row["strategy"], row["step"]) for row in rows)
+    for axes, (column, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for strategy, step in lines:
+            own = [row for row in rows if (row["strategy"], row["step"]) == (strategy, step) and row[column] != ""]
+            axes.plot(
+                [int(row["round"]) for row in own],
+                [float(row[column]) for row in own],
+                marker="o",
+                markersize=3,
+                label=f"{strategy} {step}",
+            )
+        axes.set(xlabel="round", title=title, ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+    if lines:
+        figure.axes[0].legend(frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    # Without metadata, equal pictures are equal bytes.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
