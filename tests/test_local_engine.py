@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
@@ -158,24 +159,39 @@ def test_a_folder_without_a_model_is_an_error(tmp_path):
         load_base(tmp_path, Model(**FLOAT32))
 
 
-def test_rows_after_a_shared_beginning_equal_full_rows(folder, reference):
-    """Hidden states and gradients, with padding at both ends."""
+def test_prompts_and_completions_after_a_shared_beginning_equal_full_rows(folder, reference):
+    """Hidden states and gradients: padded prompts, of which some have several completions, some none."""
     model = load_base(folder, Model(**FLOAT32))
     torch.manual_seed(0)
     start = torch.randint(3, 200, (7,))
-    own = [torch.randint(3, 200, (length,)) for length in (5, 2, 4)]
-    ids, mask = torch.zeros(3, 6, dtype=torch.long), torch.zeros(3, 6, dtype=torch.bool)
-    for k, (row, left) in enumerate(zip(own, (0, 3, 1), strict=True)):
-        ids[k, left : left + len(row)], mask[k, left : left + len(row)] = row, True
+    prompts = [torch.randint(3, 200, (length,)) for length in (5, 2, 4)]
+    completions = [torch.randint(3, 200, (length,)) for length in (3, 1, 2, 3)]
+    origin = torch.tensor([2, 0, 2, 2])
+    own, seen = padded(prompts, left=True)
+    ids, mask = padded(completions, left=False)
     beginning = prefix.run_beginning(model, start.tolist())
-    states = prefix.run_rows(model, ids, mask, beginning)[mask]
-    plain = torch.cat([reference.model(torch.cat([start, row])[None]).last_hidden_state[0, 7:] for row in own])
+    ran, hidden = prefix.run_prompts(model, own, seen, beginning)
+    after = prefix.run_completions(model, ids, mask, ran, origin)
+    states = torch.cat([hidden[seen], after[mask]])
+    full = [torch.cat([start, prompts[k], row]) for k, row in zip(origin, completions, strict=True)]
+    plain = [reference.model(torch.cat([start, row])[None]).last_hidden_state[0, 7:] for row in prompts]
+    plain += [
+        reference.model(row[None]).last_hidden_state[0, -len(c) :] for row, c in zip(full, completions, strict=True)
+    ]
+    plain = torch.cat(plain)
     torch.testing.assert_close(states, plain, atol=1e-5, rtol=1e-4)
-    for weights, hidden in ((model, states), (reference, plain)):
+    for weights, found in ((model, states), (reference, plain)):
         weights.zero_grad()
-        hidden.square().sum().backward()
+        found.square().sum().backward()
     for ours, theirs in zip(model.model.parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-3)
+
+
+def padded(rows, *, left):
+    """Ids and mask, (B, S) each."""
+    side = "left" if left else "right"
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    return tuple(pad_sequence(part, batch_first=True, padding_side=side) for part in (rows, masks))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ The prompts of one module begin alike: instruction and demos. With P shared toke
 1. The beginning goes through the model once, as one row of P tokens; each layer's keys and values are kept.
 2. The rows go through as (B, S). A query scores the beginning's keys as one un-repeated block, one matrix product for
    all rows of a key head, and its own row's keys; one softmax runs over both.
-3. While decoding, the rows' keys and values lie in buffers made for the whole answer: nothing is copied per token.
+3. For training, equal prompts are one row; their completions follow as rows of their own, which take over the keys and
+   values of their prompt.
+4. While decoding, the rows' keys and values lie in buffers made for the whole answer: nothing is copied per token.
 
 Nothing is approximated: the result is that of B full rows of P + S tokens. The attention below is installed through
 transformers' `AttentionInterface`, so it serves every decoder whose layers attend to the full context.
@@ -55,17 +57,39 @@ class Beginning:
         return out.transpose(1, 2)
 
 
-class Rows:
-    """One pass over the rows' own tokens, all at once."""
+class Prompts:
+    """Prompts that go on from the beginning, all at once; each layer's keys and values are kept.
+
+    Per layer two tensors of shape (B, key heads, S, head size).
+    """
 
     def __init__(self, beginning: Beginning, mask: Tensor):
         """`mask`: (B, S), true for tokens and false for padding, which may stand at either end."""
         self.beginning = beginning
-        causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
-        self.bias = _bias(causal & mask[:, None, :])
+        self.mask = mask
+        self.bias = _bias(_causal(mask))
+        self.layers: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.layers.append((key, value))
         return attend_to_both(query, self.beginning.layers[layer], (key, value), self.bias, scaling)
+
+
+class Completions:
+    """Completions of prompts, all at once: row b goes on from prompt `origin[b]`."""
+
+    def __init__(self, prompts: Prompts, origin: Tensor, mask: Tensor):
+        """`origin`: (B,); `mask`: (B, C), true for tokens and false for the padding after them."""
+        self.prompts = prompts
+        self.origin = origin
+        own = _causal(mask)
+        before = prompts.mask[origin][:, None].expand(-1, own.shape[1], -1)
+        self.bias = _bias(torch.cat([before, own], dim=-1))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values = self.prompts.layers[layer]
+        own = torch.cat([keys[self.origin], key], dim=2), torch.cat([values[self.origin], value], dim=2)
+        return attend_to_both(query, self.prompts.beginning.layers[layer], own, self.bias, scaling)
 
 
 class Decoding:
@@ -138,9 +162,19 @@ def run_beginning(model: PreTrainedModel, ids: Sequence[int]) -> Beginning:
     return beginning
 
 
-def run_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: Beginning) -> Tensor:
-    """Last hidden states, (B, S, hidden), of rows that go on from `beginning`; `ids` and `mask` are (B, S)."""
-    return _hidden(model, ids, positions_after(beginning, mask), Rows(beginning, mask))
+def run_prompts(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: Beginning) -> tuple[Prompts, Tensor]:
+    """Run prompts that go on from `beginning`. Returns their last hidden states, (B, S, hidden), too.
+
+    `ids` and `mask` are (B, S).
+    """
+    prompts = Prompts(beginning, mask)
+    return prompts, _hidden(model, ids, positions_after(beginning, mask), prompts)
+
+
+def run_completions(model: PreTrainedModel, ids: Tensor, mask: Tensor, prompts: Prompts, origin: Tensor) -> Tensor:
+    """Last hidden states, (B, C, hidden), of completions; `ids` and `mask` are (B, C), `origin` (B,)."""
+    positions = positions_after(prompts.beginning, mask) + prompts.mask.sum(-1)[origin][:, None]
+    return _hidden(model, ids, positions, Completions(prompts, origin, mask))
 
 
 def run_step(model: PreTrainedModel, ids: Tensor, positions: Tensor, decoding: Decoding) -> Tensor:
@@ -162,10 +196,17 @@ def shared_length(rows: Sequence[Sequence[int]]) -> int:
     return next((k for k in range(shortest) if any(row[k] != first[k] for row in rows)), max(shortest, 0))
 
 
-def _hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Beginning | Rows | Decoding) -> Tensor:
+def _hidden(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Beginning | Prompts | Completions | Decoding
+) -> Tensor:
     decoder = model.get_decoder()
     out = decoder(input_ids=ids, position_ids=positions, use_cache=False, attention=attention)
     return out.last_hidden_state
+
+
+def _causal(mask: Tensor) -> Tensor:
+    """(B, S, S): a token sees itself and the tokens before it, padding (false in the (B, S) mask) excepted."""
+    return torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril() & mask[:, None, :]
 
 
 def _bias(visible: Tensor) -> Tensor:
@@ -180,7 +221,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    attention: Beginning | Rows | Decoding,
+    attention: Beginning | Prompts | Completions | Decoding,
     **_: object,
 ) -> tuple[Tensor, None]:
     return attention.attend(module.layer_idx, query, key, value, scaling), None

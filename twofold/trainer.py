@@ -105,8 +105,8 @@ def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
     for row in rows:
         families[row.call.module, row.call.temperature, row.call.prompt_ids[0]].append(row)
     for family in families.values():
-        # Rows of like length lie together: less padding, and the same batches every time.
-        family.sort(key=lambda row: len(row.call.prompt_ids) + len(row.call.completion_ids))
+        # Rows of one prompt lie together, for it runs once, and prompts of like length, for less padding.
+        family.sort(key=lambda row: (len(row.call.prompt_ids), row.call.prompt_ids, len(row.call.completion_ids)))
         yield from (family[start : start + size] for start in range(0, len(family), size))
 
 
@@ -354,17 +354,24 @@ class GroupTrainer(GRPOTrainer):
 def _states_before(model: PreTrainedModel, ids: Tensor, mask: Tensor, completion: int) -> Tensor:
     """The hidden state before each completion position, (B, completion, hidden); it predicts the token there.
 
-    Rows are [padding | prompt | completion | padding]. The P tokens that all prompts begin with run once. The other
-    columns, from P on, hold every row's own tokens; what a row still has of padding and shared tokens there is masked.
+    Rows are [padding | prompt | completion | padding]. What all prompts begin with runs once, a prompt that several
+    rows have runs once, and every completion goes on from its prompt.
     """
     width = ids.shape[1] - completion
-    prompts = [row[keep].tolist() for row, keep in zip(ids[:, :width], mask[:, :width], strict=True)]
-    shared = prefix.shared_length(prompts)
-    beginning = prefix.run_beginning(model, prompts[0][:shared])
-    columns = torch.arange(shared, ids.shape[1], device=ids.device)
-    first_own = mask.long().argmax(dim=1, keepdim=True) + shared
-    hidden = prefix.run_rows(model, ids[:, shared:], mask[:, shared:] & (columns >= first_own), beginning)
-    return hidden[:, width - shared - 1 : -1]
+    each = [tuple(row[keep].tolist()) for row, keep in zip(ids[:, :width], mask[:, :width], strict=True)]
+    place = {prompt: number for number, prompt in enumerate(dict.fromkeys(each))}
+    origin = torch.tensor([place[prompt] for prompt in each], device=ids.device)
+    shared = prefix.shared_length(list(place))
+    beginning = prefix.run_beginning(model, each[0][:shared])
+    own = [torch.tensor(prompt[shared:], device=ids.device) for prompt in place]
+    lengths = [torch.ones_like(prompt, dtype=torch.bool) for prompt in own]
+    own, seen = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in (own, lengths))
+    prompts, hidden = prefix.run_prompts(model, own, seen, beginning)
+    last = hidden[origin, -1:]
+    if completion == 1:
+        return last
+    after = prefix.run_completions(model, ids[:, width:-1], mask[:, width:-1], prompts, origin)
+    return torch.cat([last, after], dim=1)
 
 
 def _tensors(rows: Sequence[Row], loss: Loss, total: float) -> dict[str, Tensor]:
