@@ -1,4 +1,4 @@
-"""A customer's message to a help desk: restate the problem, then choose the team that handles it.
+"""A message to a company's help desk: restate the problem, then choose the team that handles it.
 
 Two modules: `condense` sees the message, `route` sees only what `condense` made of it. The program is untrained and
 weak: each module has one demo, and a small model neither keeps what matters nor knows the teams.
@@ -13,16 +13,16 @@ import dspy
 DATA = Path("data/helpdesk")
 
 TEAMS = {
-    "team_update": "error message, app crashes, will not connect, settings",
-    "team_exchange": "wrong size, changed my mind, send it back",
-    "team_repair": "broke after a year, guarantee, spare part",
-    "team_shopping": "which one to buy, in stock, price, discount",
-    "team_delivery": "parcel is late, lost, wrong address, courier",
-    "team_payment": "charged twice, invoice, money not refunded",
-    "team_login": "forgot password, code, profile, my data",
-    "team_subscription": "cancel my plan, trial, pause, family plan",
+    "team_travel": "flight cancelled, hotel, visa, taxi receipt",
+    "team_food": "cold soup, sandwiches for guests, coffee machine",
+    "team_internet": "wifi drops, no connection, vpn",
+    "team_printing": "paper stuck, toner, scanner, copies",
+    "team_salary": "paid too little, pay slip, bonus",
+    "team_heating": "too cold, radiator, air conditioner",
+    "team_training": "course, workshop, certificate",
+    "team_health": "sick note, doctor, flu shot, back hurts",
 }
-"""What each team handles, in the words of customers."""
+"""What each team handles, in the words of those who write."""
 
 Team = Literal[*TEAMS]
 
@@ -46,8 +46,7 @@ class Route(dspy.Signature):
 class HelpDesk(dspy.Module):
     def __init__(self) -> None:
         super().__init__()
-        # Near to its likeliest words: what it invents at a higher temperature has nothing to do with the message.
-        self.condense = dspy.Predict(Condense, temperature=0.3)
+        self.condense = dspy.Predict(Condense)
         self.route = dspy.Predict(Route)
 
     def forward(self, message: str) -> dspy.Prediction:
@@ -57,9 +56,9 @@ class HelpDesk(dspy.Module):
 
 def program() -> HelpDesk:
     desk = HelpDesk()
-    message = "Hello, I cannot log in since I changed my phone, please help."
-    desk.condense.demos = [dspy.Example(message=message, problem="cannot log in since I changed my phone")]
-    desk.route.demos = [dspy.Example(problem="I was charged twice for one order", team="team_payment")]
+    message = "Hi, sorry to bother you again, but I was promised two boxes of A4 paper last week. Nobody came."
+    desk.condense.demos = [dspy.Example(message=message, problem="promised two boxes of A4 paper")]
+    desk.route.demos = [dspy.Example(problem="two more boxes of A4 paper", team="team_printing")]
     return desk
 
 

@@ -15,6 +15,7 @@ from flows.sampling import Made
 from flows.strategy import best
 from tasks.step import Manifest
 from tests.tiny import environment, make_checkout
+from twofold.examples import example_id, read_examples
 from twofold.records import read_checkpoint, read_groups, read_rollouts
 
 SECRET = "geheim-4711"
@@ -85,6 +86,22 @@ def test_each_round_samples_from_the_checkpoint_before(checkout: Path) -> None:
     assert policies["0"] == {"base"}
     assert policies["1"] <= following["1"]
     assert policies["2"] <= following["2"]
+
+
+@pytest.mark.slow
+def test_no_step_of_any_strategy_sees_a_test_example(checkout: Path) -> None:
+    """Not in a rollout, whatever it was made for, and not in a program; `compare` alone looks at test."""
+    examples = read_examples(checkout / "data/prepared/test.jsonl")
+    held_out = {example_id(example) for example in examples}
+    sampled: dict[bool, set[str]] = {True: set(), False: set()}
+    for file in checkout.glob(".work/*/*/**/rollouts.parquet"):
+        comparing = file.relative_to(checkout / ".work").parts[0] == "compare"
+        sampled[comparing] |= {rollout.example_id for rollout in read_rollouts(file.parent)}
+    assert sampled[True] == held_out
+    assert sampled[False]
+    assert not sampled[False] & held_out
+    for state in checkout.glob("outputs/*/program/program.json"):
+        assert not [example for example in examples if example.text in state.read_text()]
 
 
 @pytest.mark.slow

@@ -221,3 +221,14 @@ def test_a_file_that_holds_no_examples_is_refused(tmp_path, text):
         read_examples(path)
     with pytest.raises(PipelineError, match="data"):
         read_examples(tmp_path / "none.jsonl")
+
+
+def test_a_program_may_be_a_single_predictor(tmp_path):
+    program = dspy.Predict(dspy.Signature("q -> a", "Answer."))
+    programs.save_state(program, tmp_path / "program.json")
+    assert list(programs.modules(program)) == list(programs.state(program)) == ["self"]
+    assert programs.instructions_at(tmp_path / "program.json") == {"self": "Answer."}
+    other = dspy.Predict(dspy.Signature("q -> a", "Something else."))
+    assert programs.digest(other) != programs.digest(program)
+    programs.load_state(other, tmp_path / "program.json")
+    assert programs.digest(other) == programs.digest(program)

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import dspy
 import pytest
 from prefect import flow
 
 from tasks import tracking
 from tasks.step import Manifest, Step, publish, step
+from twofold.programs import STATE, save_state
 from twofold.settings import Evaluate, Settings, Tracking
 
 
@@ -213,3 +215,40 @@ def test_tracking_address_is_no_parameter(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     parent = run.client.get_run(run.client.get_run(run.run_id).data.tags["mlflow.parentRunId"])
     assert "geheim" not in str(parent.data)
+
+
+def test_prompts_are_versioned_without_their_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".work").mkdir()
+    program = dspy.Predict(dspy.Signature("question -> answer", "Answer with {{care}}."))
+    program.demos = [dspy.Example(question="a private one", answer="secret")]
+    save_state(program, tmp_path / "program" / STATE)
+    with tracking.stage_run("prompts", Settings(), "d") as run:
+        for instructions in ("Answer with {{care}}.", "Answer with {{care}}.", "Answer."):
+            program.signature = program.signature.with_instructions(instructions)
+            save_state(program, tmp_path / "program" / STATE)
+            run.log_prompts("helpdesk", Manifest.of(tmp_path / "program"))
+    newest = run.client.load_prompt("helpdesk.prompts.self")
+    assert (newest.version, newest.template) == (2, "Answer.")
+    assert run.client.load_prompt("prompts:/helpdesk.prompts.self/1").template == "Answer with {{care}}."
+    assert b"a private one" not in (tmp_path / ".work/mlflow.db").read_bytes()
+
+
+def test_scores_on_test_join_the_strategys_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".work").mkdir()
+    with tracking.stage_run("weights", Settings(), "d") as run:
+        run.log({"dev/score": 0.5})
+    tracking.log_test("weights", Settings(), "d", {"test/score": 0.25})
+    tracking.log_test("prompts", Settings(), "d", {"test/score": 0.75})
+    assert run.client.get_run(run.run_id).data.metrics == {"dev/score": 0.5, "test/score": 0.25}
+    found = run.client.search_runs([run.experiment_id], "tags.`twofold.stage` = 'prompts'")
+    assert [one.data.metrics for one in found] == [{"test/score": 0.75}]
+
+
+def test_a_part_of_a_manifest_is_the_manifest_of_that_folder(tmp_path: Path) -> None:
+    for name in ("a/x", "a/b/y", "c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert Manifest.of(tmp_path).part("a") == Manifest.of(tmp_path / "a")
+    assert Manifest.of(tmp_path).part("none").outputs == {}

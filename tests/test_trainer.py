@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import dspy
 import numpy as np
 import pytest
 import torch
@@ -16,12 +17,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import make_model
 from twofold import policy
+from twofold.adapters import make_adapter
 from twofold.errors import ModelError, RecordError
 from twofold.groups import make_groups
 from twofold.records import SHARED, Call, Group, Rollout, policy_of
+from twofold.rollouts import plan, run
 from twofold.sampling import SampleRequest
 from twofold.sampling.local import LocalEngine
-from twofold.settings import Rewards, Settings
+from twofold.settings import Rewards, Sampling, Settings
 from twofold.trainer import Row, Trainer, micro_batches, normalizer, rows_of, token_weight
 
 TEXTS = ("blue", "the parcel is late", "red or green")
@@ -545,3 +548,24 @@ def test_each_module_is_sampled_from_its_own_adapter(folder, tmp_path):
     names = trainer.save(tmp_path)
     found = policy.adapters_in(tmp_path)
     assert {name: policy.digest(path) for name, path in found.items()} == names
+
+
+def test_a_program_with_demos_is_trained_on_the_prompts_it_was_sampled_from(folder):
+    """On-policy across the seam between prompt optimization and training: instructions and demos included."""
+    settings = settings_for(context=2048).model_copy(update={"sampling": Sampling(context=2048, max_tokens=8)})
+    program = dspy.Predict(dspy.Signature("text -> short", "An instruction that was proposed."))
+    program.demos = [dspy.Example(text="a demo", short="shown"), dspy.Example(text="another", short="shown too")]
+    engine = LocalEngine(folder, settings)
+    sampled_from = []
+    answer = engine.sample
+    engine.sample = lambda requests: sampled_from.extend(r.prompt_ids for r in requests) or answer(requests)
+    jobs = plan([dspy.Example(id=text, text=text).with_inputs("text") for text in TEXTS], 4, 0, "seam")
+    rollouts = run(program, jobs, lambda e, p, t: float(len(p.short) % 3), engine, settings, settings.weights.draw)
+    rows, _ = rows_of(rollouts, grouped(rollouts, settings), settings.weights)
+    assert rows
+    assert {row.call.prompt_ids for row in rows} <= set(sampled_from)
+    format_of = make_adapter("plain").format
+    expected = {engine.encode(format_of(program.signature, program.demos, {"text": text})) for text in TEXTS}
+    assert set(sampled_from) == expected
+    assert all("An instruction that was proposed." in engine.tokenizer.decode(prompt) for prompt in expected)
+    assert all(engine.tokenizer.decode(prompt).count("shown") == 2 for prompt in expected)

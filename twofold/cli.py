@@ -18,9 +18,16 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     check_parser = commands.add_parser("check", help="check settings, data and model, and show the plan of a run")
     check_parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
+    preset_parser = commands.add_parser("preset", help="write the settings file for a task and a model")
+    preset_parser.add_argument("task", help="such as helpdesk")
+    preset_parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
+    preset_parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
     options = parser.parse_args(arguments)
     try:
-        check(options.params)
+        if options.command == "check":
+            check(options.params)
+        else:
+            write_preset(options.task, options.model, options.out)
     except TwofoldError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -32,11 +39,10 @@ def check(params: Path) -> None:
     # Imported here, so that --help does not wait for DSPy.
     from tempfile import TemporaryDirectory
 
-    import yaml
-
     from twofold.examples import read_examples
     from twofold.models import folder_of, outlook
     from twofold.plan import prompt_tokens, work
+    from twofold.presets import as_yaml
     from twofold.programs import load_pipeline, modules
     from twofold.settings import load
     from twofold.splits import write_splits
@@ -48,12 +54,28 @@ def check(params: Path) -> None:
         examples = read_examples(Path(scratch) / "train.jsonl")
     program = pipeline.program()
     model = outlook(settings.model.source, folder_of(settings.model.source))
-    print(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    print(as_yaml(settings))
     print(f"pipeline  {pipeline.path}: modules {', '.join(modules(program))}")
     print(f"data      {', '.join(f'{size} {split}' for split, size in sizes.items())}")
     print(f"model     {settings.model.source}: {model}")
     _show(work(settings, sizes, len(modules(program)), prompt_tokens(program, examples)))
     _warn(settings)
+
+
+def write_preset(task: str, model: str, path: Path) -> None:
+    """Write a settings file; one that is there already is never overwritten."""
+    from twofold.errors import SettingsError
+    from twofold.presets import as_yaml, preset
+
+    text = as_yaml(preset(task, model))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: {error.strerror}. Name another file with --out, or move this one away."
+        ) from error
+    print(f"{path}: {task} with {model}. Look it over with: twofold check --params {path}")
 
 
 def _show(planned: "list[Work]") -> None:

@@ -100,7 +100,7 @@ def bind(program: dspy.Module, lm_for: Callable[[str], dspy.LM]) -> dspy.Module:
 
 def state(program: dspy.Module) -> dict[str, Any]:
     """DSPy's state of the program (instructions, demos, per module), without LMs."""
-    return {name: {**part, "lm": None} for name, part in _unbound(program).dump_state().items()}
+    return {name: {**part, "lm": None} for name, part in _by_module(_unbound(program).dump_state()).items()}
 
 
 def digest(program: dspy.Module) -> str:
@@ -136,7 +136,13 @@ def load_state(program: dspy.Module, path: Path) -> None:
 def instructions_at(path: Path) -> dict[str, str]:
     """The instructions of each module in a saved state, without loading a program."""
     saved = json.loads(path.read_text(encoding="utf-8"))
-    return {name: part["signature"]["instructions"] for name, part in saved.items() if name != "metadata"}
+    saved.pop("metadata")
+    return {name: part["signature"]["instructions"] for name, part in _by_module(saved).items()}
+
+
+def _by_module(state: dict[str, Any]) -> dict[str, Any]:
+    """DSPy's state by module, also of a program that is a single predictor, where DSPy leaves the name out."""
+    return {"self": state} if isinstance(state.get("demos"), list) else state
 
 
 def _unbound(program: dspy.Module) -> dspy.Module:

