@@ -53,8 +53,8 @@ def compare(params: str) -> None:
 
 def _row(test: Manifest, made: dict[str, float]) -> dict[str, float]:
     """A strategy's score on test, and all it cost: its steps and this evaluation."""
-    costs = {name: test.metrics[name] + made[name] for name in SPENT}
-    return {**{name: test.metrics[name] for name in COLUMNS}, **costs}
+    found = {name: test.metrics.get(name, 0.0) for name in COLUMNS}
+    return {**found, **{name: found[name] + made[name] for name in SPENT}}
 
 
 def _differences(tests: dict[str, Manifest], settings: Settings) -> dict[str, Any]:
@@ -94,19 +94,27 @@ def _publish(report: dict[str, Any]) -> None:
     """On the terminal, and as an artifact of the Prefect run."""
     rows = [{"strategy": name, **row} for name, row in report["strategies"].items()]
     create_table_artifact(table=rows, key="compare", description=_markdown(report))
-    table = Table("strategy", *COLUMNS, title="On test (costs: all steps and this evaluation)")
+    columns = _columns(report)
+    table = Table("strategy", *columns, title="On test (costs: all steps and this evaluation)")
     for name, row in report["strategies"].items():
-        table.add_row(name, *(_text(row[column]) for column in COLUMNS))
+        table.add_row(name, *(_text(row[column]) for column in columns))
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
     for line in _sentences(report):
         console.print(line)
 
 
+def _columns(report: dict[str, Any]) -> list[str]:
+    """What is shown: money only where some was spent."""
+    spent = any(row["money"] for row in report["strategies"].values())
+    return [name for name in COLUMNS if spent or name != "money"]
+
+
 def _markdown(report: dict[str, Any]) -> str:
-    header = f"| strategy | {' | '.join(COLUMNS)} |\n|---|{'---:|' * len(COLUMNS)}\n"
+    columns = _columns(report)
+    header = f"| strategy | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}\n"
     rows = [
-        f"| {name} | {' | '.join(_text(row[column]) for column in COLUMNS)} |\n"
+        f"| {name} | {' | '.join(_text(row[column]) for column in columns)} |\n"
         for name, row in report["strategies"].items()
     ]
     return header + "".join(rows) + "\n" + "".join(f"- {line}\n" for line in _sentences(report))

@@ -12,8 +12,8 @@ from tasks.step import Manifest
 from twofold.examples import example_id, read_examples
 from twofold.settings import Settings
 
-SPENT = ("rollouts", "tokens_in", "tokens_out", "seconds")
-"""What a strategy costs, summed over its steps."""
+SPENT = ("rollouts", "tokens_in", "tokens_out", "seconds", "money")
+"""What a strategy costs, summed over its steps; money for endpoints alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,5 +88,5 @@ def evaluate_on(split: str, folder: Path, settings: Settings, candidate: Candida
 
 def spent_on(sampled: Sequence[Manifest], worked: Sequence[Manifest] = ()) -> dict[str, float]:
     """What it cost to sample these, and to work these out of them."""
-    spent = {name: sum(made.metrics[name] for made in sampled) for name in SPENT}
+    spent = {name: sum(made.metrics.get(name, 0.0) for made in sampled) for name in SPENT}
     return {**spent, "seconds": spent["seconds"] + sum(made.metrics["seconds"] for made in worked)}

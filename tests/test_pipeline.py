@@ -48,7 +48,18 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_run_leaves_all_it_should(checkout: Path) -> None:
     report = json.loads((checkout / "reports/compare.json").read_text())
-    columns = {"score", "ci_low", "ci_high", "n", "format_rate", "rollouts", "tokens_in", "tokens_out", "seconds"}
+    columns = {
+        "score",
+        "ci_low",
+        "ci_high",
+        "n",
+        "format_rate",
+        "rollouts",
+        "tokens_in",
+        "tokens_out",
+        "seconds",
+        "money",
+    }
     strategies = ["vanilla", "prompts", "weights", "together"]
     assert {name: set(row) for name, row in report["strategies"].items()} == dict.fromkeys(strategies, columns)
     assert [row["n"] for row in report["strategies"].values()] == [4, 4, 4, 4]

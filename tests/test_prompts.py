@@ -2,7 +2,9 @@
 
 import json
 import re
+import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import dspy
@@ -266,3 +268,61 @@ def test_dspys_lines_stay_out_of_the_output(tmp_path, capfd):
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
     assert json.loads((tmp_path / "proposals.json").read_text())
+
+
+def test_an_endpoint_may_propose_and_is_paid(tmp_path, monkeypatch):
+    """A real HTTP server that speaks OpenAI's chat completions."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(
+                (
+                    self.path,
+                    self.headers["Authorization"],
+                    json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
+                )
+            )
+            choice = {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": "Double it well."},
+            }
+            usage = {"prompt_tokens": 1000, "completion_tokens": 100, "total_tokens": 1100}
+            answer = {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [choice],
+                "usage": usage,
+            }
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("TEST_KEY", "geheim")
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = {
+        "model": "m",
+        "base_url": f"http://127.0.0.1:{server.server_port}/v1",
+        "key": "TEST_KEY",
+        "price_in": 2.0,
+        "price_out": 10.0,
+    }
+    engine = ScriptedEngine(answer)
+    found = search(tmp_path, engine, proposer=endpoint)
+    server.shutdown()
+    # Two instructions for each of two modules; a call costs 1000 * 2 + 100 * 10 millionths.
+    assert len(asked) == 4
+    assert {(path, key) for path, key, _ in asked} == {("/v1/chat/completions", "Bearer geheim")}
+    assert found.spent["money"] == pytest.approx(4 * 0.003)
+    assert not [request for request in engine.requests if request.family == PROPOSER]
+    assert {trial.instructions["double"] for trial in found.trials} <= {"Double it.", "Double it well."}

@@ -36,7 +36,7 @@ from twofold.replay import Replay, RolloutCache
 from twofold.rollouts import Metric, plan, run, scored
 from twofold.sampling import Engine
 from twofold.seeds import derive
-from twofold.settings import Draw, Settings
+from twofold.settings import Draw, Endpoint, Settings
 
 PROPOSER = "proposer"
 """Name of the module that the calls of the proposing LM are recorded under."""
@@ -69,7 +69,8 @@ class Optimized:
     lost: dict[str, int]
     """What had no effect, by reason: bootstrapping runs that failed, proposals that could not be made."""
     spent: dict[str, float]
-    """`rollouts`, `tokens_in` and `tokens_out` of all that was run in this process: what a cache gave costs nothing."""
+    """`rollouts`, `tokens_in`, `tokens_out` and `money` of all that was run in this process: what a cache gave costs
+    nothing. An endpoint's tokens count as money, at its prices."""
 
 
 @dataclass
@@ -169,7 +170,8 @@ def optimize(
         policies=policies,
     )
     recorder = Recorder("prompts/search", search.seed("search"), search.replay.sample)
-    with _silence(), recording(recorder, make_adapter(settings.sampling.adapter)):
+    adapter = make_adapter(settings.sampling.adapter)
+    with _silence(), recording(recorder, adapter), dspy.track_usage() as usage:
         match settings.prompts.optimizer:
             case "mipro":
                 _mipro(search)
@@ -177,7 +179,8 @@ def optimize(
                 _gepa(search)
             case "labeled":
                 _labeled(search)
-    return Optimized(search.best, search.trials, dict(search.lost), _spent(cache, recorder.calls))
+    spent = {**_spent(cache, recorder.calls), "money": _money(settings.prompts.proposer, usage.get_total_tokens())}
+    return Optimized(search.best, search.trials, dict(search.lost), spent)
 
 
 def _parts(examples: Sequence[dspy.Example], settings: Settings) -> tuple[list[dspy.Example], list[dspy.Example]]:
@@ -427,6 +430,14 @@ def _spent(cache: RolloutCache, calls: Sequence[Call]) -> dict[str, float]:
         "tokens_in": float(sum(len(call.prompt_ids) for call in everything)),
         "tokens_out": float(sum(len(call.completion_ids) for call in everything)),
     }
+
+
+def _money(endpoint: Endpoint | None, usage: dict[str, dict[str, Any]]) -> float:
+    if endpoint is None:
+        return 0.0
+    used = usage.get(f"openai/{endpoint.model}", {})
+    prices = {"prompt_tokens": endpoint.price_in, "completion_tokens": endpoint.price_out}
+    return sum(used.get(name, 0) * price for name, price in prices.items()) / 1e6
 
 
 @contextlib.contextmanager

@@ -99,6 +99,10 @@ class Endpoint(Section):
     retries: Count = 3
     timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds for one answer."""
+    price_in: Annotated[float, Field(ge=0)] = 0.0
+    """Price of a million prompt tokens, in any one currency."""
+    price_out: Annotated[float, Field(ge=0)] = 0.0
+    """Price of a million sampled tokens."""
 
 
 class Prompts(Section):
