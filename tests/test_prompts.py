@@ -214,6 +214,23 @@ def test_demos_of_the_program_serve_bootstrapping(tmp_path):
     assert max(trial.score for trial in found.trials if trial.demos["double"] == 2) == 1
 
 
+def test_what_a_program_came_with_may_be_combined_with_what_was_found(tmp_path):
+    """`double` needs the demo it came with; `echo` says odd numbers right only with a demo of its own."""
+    program = Two()
+    program.double.demos = [dspy.Example(same="100", a=200)]
+
+    def needy(prompt, request):
+        if request.family == "double":
+            return answer(prompt, request) if "Same: 100\n" in prompt else "?"
+        asked = answer(prompt, request)
+        return asked if prompt.count("[assistant]") > 1 or request.family == PROPOSER or int(asked) % 2 == 0 else "?"
+
+    found = search(tmp_path, ScriptedEngine(needy), program=program, trials=12)
+    assert max(trial.score for trial in found.trials if trial.full) == 1
+    assert [demo.same for demo in found.program.double.demos] == ["100"]
+    assert len(found.program.echo.demos) > 0
+
+
 def test_labeled_demos(tmp_path):
     class One(dspy.Module):
         def __init__(self):

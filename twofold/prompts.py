@@ -4,7 +4,8 @@
    So no demo is ever an example that its program is scored on.
 2. The program's rollouts on the first part are made in one batch. Bootstrapping then replays them.
 3. MIPROv2 (arXiv 2406.11695) makes sets of demos out of successful rollouts, lets an LM propose instructions, and
-   searches the combinations with a tree-structured Parzen estimator. GEPA (arXiv 2507.19457) rewrites instructions by
+   searches the combinations, the program's own demos and instructions among them, with a tree-structured Parzen
+   estimator. GEPA (arXiv 2507.19457) rewrites instructions by
    reflecting on rollouts. Labeled few-shot takes examples as demos as they are.
 4. Every evaluation of a candidate is a batch of rollouts from `RolloutCache`. A candidate that cannot be parsed, times
    out or raises gets the reward of its kind of failure; no evaluation ends the search.
@@ -67,7 +68,7 @@ class Optimized:
     """The best candidate, without LMs of ours."""
     trials: list[Trial]
     lost: dict[str, int]
-    """What had no effect, by reason: bootstrapping runs that failed, proposals that could not be made."""
+    """How many proposals could not be made, by reason."""
     spent: dict[str, float]
     """`rollouts`, `tokens_in`, `tokens_out` and `money` of all that was run in this process: what a cache gave costs
     nothing. An endpoint's tokens count as money, at its prices."""
@@ -246,6 +247,15 @@ class _Mipro(dspy.MIPROv2):
         self.search = search
         if not wanted.auto:
             self.num_instruct_candidates = wanted.instructions
+
+    def _bootstrap_fewshot_examples(self, program: dspy.Module, *rest: Any, **named: Any) -> dict[int, list[Any]]:
+        """DSPy's sets of demos, by predictor, the first of which is what the program came with.
+
+        DSPy has the empty set there, and credits it with the score of the program as it came.
+        """
+        sets = super()._bootstrap_fewshot_examples(program, *rest, **named)
+        own = [predictor.demos for predictor in program.predictors()]
+        return {k: [own[k], *found[1:]] for k, found in sets.items()}
 
     def _propose_instructions(
         self,

@@ -114,7 +114,7 @@ class Prompts(Section):
     trials: Positive = 12
     """Combinations that MIPROv2 tries [num_trials]."""
     demo_sets: Positive = 12
-    """Sets of demos it chooses from, the empty one among them [num_fewshot_candidates]."""
+    """Sets of demos it chooses from, the program's own among them [num_fewshot_candidates]."""
     instructions: Positive = 6
     """Instructions it chooses from for each module, the program's own among them [num_instruct_candidates]."""
     bootstrapped_demos: Count = 4
