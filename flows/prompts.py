@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flows.sampling import Made, evaluate_on, spent_on
 from tasks.candidate import Candidate
-from tasks.optimize import PROGRAM, TRIALS, optimize
+from tasks.optimize import PROGRAM, RECORDS, TRIALS, optimize
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from twofold.records import read_json
@@ -15,14 +15,16 @@ from twofold.settings import Settings
 def optimize_prompts(
     folder: Path, settings: Settings, candidate: Candidate, data: Manifest, run: StageRun, number: int
 ) -> Made:
-    """Optimize the candidate's prompts on train, and evaluate the found program on dev."""
+    """Optimize the candidate's prompts on train, and evaluate the found program on dev; one step for MLflow."""
     found = optimize(folder / "search", settings=settings, candidate=candidate, data=data)
     program = found.part(PROGRAM)
     better = replace(candidate, program=program)
     dev = evaluate_on("dev", folder / "dev", settings, better, data)
-    run.log({f"prompts/{name}": value for name, value in found.metrics.items()}, number)
-    run.log({f"dev/{name}": value for name, value in dev.metrics.items()}, number)
+    run.log({f"prompts/{name}": value for name, value in found.metrics.items()}, 1)
+    run.log({f"dev/{name}": value for name, value in dev.metrics.items()}, 1)
     run.log_prompts(candidate.pipeline, program)
     trials = read_json(found.folder / TRIALS)["trials"]
-    history = [{"trial": k, **{name: trial[name] for name in ("score", "n", "full")}} for k, trial in enumerate(trials)]
-    return Made([(better, dev)], spent_on([found, dev]), history, {TRIALS: found.folder / TRIALS})
+    columns = ("program", "score", "n", "full")
+    history = [{"trial": k, **{name: trial[name] for name in columns}} for k, trial in enumerate(trials)]
+    records = {name: found.folder / name for name in (TRIALS, RECORDS)}
+    return Made([(better, dev)], spent_on([found, dev]), history, records)

@@ -10,6 +10,7 @@ What two strategies begin with in common runs once: their steps have the same ke
 import argparse
 import csv
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def strategy(params: str, name: str) -> None:
             start, _ = best(made)
             number = settings.strategies[name][:place].count(step)
             made.append(STEPS[step](work / f"{place}-{step}", settings, start, data, run, number))
+            run = replace(run, offset=run.offset + (settings.weights.rounds if step == "w" else 1))
     chosen, dev = best(made)
     _write_out(work / "out", settings.strategies[name], made, chosen, dev)
     publish(work / "out", Path("outputs") / name)

@@ -39,7 +39,7 @@ class Round:
 def train_weights(
     folder: Path, settings: Settings, candidate: Candidate, data: Manifest, run: StageRun, number: int
 ) -> Made:
-    """Train the candidate's weights; every evaluated checkpoint is a candidate.
+    """Train the candidate's weights; every evaluated checkpoint is a candidate, every round a step for MLflow.
 
     `number` tells this step from other trainings in the same strategy.
     """
@@ -51,7 +51,7 @@ def train_weights(
         rounds.append(done)
         if done.dev:
             evaluated.append((candidate, done.dev))
-        _track(run, done, number * settings.weights.rounds + done.number)
+        _track(run, done)
     spent = {name: sum(done.spent[name] for done in rounds) for name in rounds[0].spent}
     history = [{"round": done.number, **done.metrics} for done in rounds]
     return Made(evaluated, spent, history, {"records": _records(folder / "records", rounds)})
@@ -89,9 +89,9 @@ def _records(folder: Path, rounds: list[Round]) -> Path:
     return folder
 
 
-def _track(run: StageRun, done: Round, step: int) -> None:
-    model = run.log_checkpoint(done.checkpoint, f"{run.stage}-round-{step}", step, {"round": str(done.number)})
-    run.log(done.metrics, step, model)
+def _track(run: StageRun, done: Round) -> None:
+    model = run.log_checkpoint(done.checkpoint, done.number, {"round": str(done.number)})
+    run.log(done.metrics, done.number, model)
     dev = f", dev {done.dev.metrics['score']:.3f}" if done.dev else ""
     seconds = done.spent["seconds"]
     print(f"round {done.number}: reward {done.grouped.metrics['reward']:.3f}{dev}, {seconds:.0f} s", flush=True)

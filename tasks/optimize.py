@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections import Counter
 from pathlib import Path
 
 from tasks.candidate import Candidate
@@ -11,16 +10,17 @@ from twofold import prompts
 from twofold.examples import read_examples
 from twofold.programs import STATE, load_pipeline, save_state
 from twofold.prompts import Trial
-from twofold.records import write_json
+from twofold.records import write_json, write_rollouts
 from twofold.settings import Settings
 
 TRIALS = "trials.json"
 PROGRAM = "program"
+RECORDS = "records"
 
 
 @step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards", "evaluate.draw", "prompts"))
 def optimize(folder: Path, *, settings: Settings, candidate: Candidate, data: Manifest) -> dict[str, float]:
-    """Write the best program and all that was tried.
+    """Write the best program, all that was tried, and the rollouts behind every score.
 
     Finished evaluations lie beside the folder, where a search that starts again after a kill finds them.
     """
@@ -37,11 +37,11 @@ def optimize(folder: Path, *, settings: Settings, candidate: Candidate, data: Ma
         _line(sys.stderr),
     )
     save_state(found.program, folder / PROGRAM / STATE)
+    write_rollouts(found.rollouts, folder / RECORDS)
     write_json({"trials": [dataclasses.asdict(trial) for trial in found.trials], "lost": found.lost}, folder / TRIALS)
-    full = Counter(trial.full for trial in found.trials)
     best = max(trial.score for trial in found.trials if trial.full)
     lost = {f"lost/{reason}": float(count) for reason, count in found.lost.items()}
-    return {"trials": float(sum(full.values())), "full_trials": float(full[True]), "best": best, **found.spent, **lost}
+    return {"trials": float(len(found.trials)), "best": best, **found.spent, **lost}
 
 
 def _line(stream: object) -> object:

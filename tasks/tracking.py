@@ -37,6 +37,8 @@ class StageRun:
     run_id: str
     experiment_id: str
     dataset: "Dataset"
+    offset: int = 0
+    """Steps that came before: added to every step given."""
 
     def log(self, metrics: Mapping[str, float], step: int = 0, model_id: str | None = None) -> None:
         """Write numbers; those that are no numbers (NaN) are left out, MLflow cannot store them twice."""
@@ -45,25 +47,25 @@ class StageRun:
         now = int(time.time() * 1000)
         link = {"model_id": model_id, "dataset_name": self.dataset.name, "dataset_digest": self.dataset.digest}
         batch = [
-            Metric(key, value, now, step, run_id=self.run_id, **(link if model_id else {}))
+            Metric(key, value, now, self.offset + step, run_id=self.run_id, **(link if model_id else {}))
             for key, value in metrics.items()
             if math.isfinite(value)
         ]
         self.client.log_batch(self.run_id, metrics=batch)
 
-    def log_checkpoint(self, checkpoint: Manifest, name: str, step: int, tags: Mapping[str, str]) -> str:
+    def log_checkpoint(self, checkpoint: Manifest, step: int, tags: Mapping[str, str]) -> str:
         """Make a LoggedModel for a checkpoint and return its id."""
         from mlflow.entities import LoggedModelOutput
 
         model = self.client.create_logged_model(
             self.experiment_id,
-            name=name,
+            name=f"{self.stage}-{self.offset + step}",
             source_run_id=self.run_id,
             tags={"data": self.dataset.digest, "digest": checkpoint.digest, "path": checkpoint.path, **tags},
             model_type="lora",
         )
         self.client.finalize_logged_model(model.model_id, "READY")
-        self.client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
+        self.client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, self.offset + step)])
         return model.model_id
 
     def log_prompts(self, pipeline: str, program: Manifest) -> None:

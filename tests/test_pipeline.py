@@ -1,5 +1,6 @@
 """Whole runs of the tiny pipeline: through DVC, killed and continued, and what they leave behind."""
 
+import csv
 import json
 import os
 import shutil
@@ -67,6 +68,13 @@ def test_run_leaves_all_it_should(checkout: Path) -> None:
     spent = {name: row["rollouts"] for name, row in report["strategies"].items()}
     assert (spent["vanilla"], spent["weights"]) == (4, 3 * 12 + 2 * 4 + 4)
     assert spent["together"] - spent["prompts"] == 3 * 12 + 2 * 4
+    assert (checkout / "reports/compare.md").read_text().count("| together |") == 1
+    assert {row["strategy"] for row in csv.DictReader((checkout / "reports/rounds.csv").open())} >= {"weights"}
+    for picture in ("scores", "rounds"):
+        assert (checkout / f"reports/{picture}.png").read_bytes().startswith(b"\x89PNG")
+    trials = json.loads((checkout / "outputs/prompts/0-p/trials.json").read_text())["trials"]
+    behind = {one.rollout_id.split("/")[1] for one in read_rollouts(checkout / "outputs/prompts/0-p/records")}
+    assert {trial["program"] for trial in trials} <= behind
     gain = report["differences"]["weights - vanilla"]["difference"]
     scores = {name: row["score"] for name, row in report["strategies"].items()}
     assert gain == pytest.approx(scores["weights"] - scores["vanilla"])

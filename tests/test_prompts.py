@@ -91,6 +91,11 @@ def test_mipro_finds_demos_that_help(tmp_path):
     assert max(trial.score for trial in full) == 1
     assert all(trial.n == (16 if trial.full else 6) for trial in found.trials)
     assert found.program.double.lm is None
+    for trial in found.trials:
+        rewards = [r.reward for r in found.rollouts if r.rollout_id.startswith(f"prompts/{trial.program}/")]
+        assert len(rewards) >= trial.n
+    whole = [trial for trial in found.trials if trial.full and trial.demos["double"]]
+    assert whole
 
 
 def test_equal_searches_are_equal(tmp_path):

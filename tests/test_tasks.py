@@ -172,7 +172,7 @@ def test_stages_of_one_run_share_a_parent(tmp_path: Path, monkeypatch: pytest.Mo
         vanilla.log({"dev/score": 0.25, "kl": float("nan")})
     with tracking.stage_run("weights", settings, "d" * 64) as weights:
         checkpoint = Manifest("somewhere", {"adapter": "0" * 64})
-        model = weights.log_checkpoint(checkpoint, "weights-round-2", 2, {"round": "2"})
+        model = weights.log_checkpoint(checkpoint, 2, {"round": "2"})
         weights.log({"dev/score": 0.5}, 2, model)
     with tracking.stage_run("vanilla", Settings(seed=1), "d" * 64) as other:
         pass

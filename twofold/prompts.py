@@ -32,7 +32,7 @@ from twofold import digests, programs
 from twofold.adapters import make_adapter
 from twofold.errors import SettingsError
 from twofold.lm import Recorder, module_lm, recording
-from twofold.records import BASE_POLICY, Call, policy_of, read_json, write_json
+from twofold.records import BASE_POLICY, Call, Rollout, policy_of, read_json, write_json
 from twofold.replay import Replay, RolloutCache
 from twofold.rollouts import Metric, plan, run, scored
 from twofold.sampling import Engine
@@ -67,6 +67,8 @@ class Optimized:
     program: dspy.Module
     """The best candidate, without LMs of ours."""
     trials: list[Trial]
+    rollouts: list[Rollout]
+    """Of all trials and of bootstrapping; a rollout's id begins with `prompts/` and the program's digest."""
     lost: dict[str, int]
     """How many proposals could not be made, by reason."""
     spent: dict[str, float]
@@ -101,7 +103,7 @@ class _Search:
     def seed(self, *names: str | int) -> int:
         return derive(self.settings.seed, "prompts", *names)
 
-    def rollouts(self, candidate: dspy.Module, examples: Sequence[dspy.Example]) -> list[Any]:
+    def rollouts(self, candidate: dspy.Module, examples: Sequence[dspy.Example]) -> list[Rollout]:
         # The recorder of the search is a callback; the rollouts have recorders of their own.
         with dspy.context(callbacks=self.callbacks):
             return self.cache(self.released(candidate), examples)
@@ -153,7 +155,7 @@ def optimize(
     demo_part, validation = _parts(examples, settings)
     draw = settings.evaluate.draw
 
-    def roll(candidate: dspy.Module, wanted: Sequence[dspy.Example]) -> list[Any]:
+    def roll(candidate: dspy.Module, wanted: Sequence[dspy.Example]) -> list[Rollout]:
         jobs = plan(wanted, 1, settings.seed, "prompts", digests.short(programs.digest(candidate)))
         return run(candidate, jobs, metric, engine, settings, draw, policies)
 
@@ -181,7 +183,7 @@ def optimize(
             case "labeled":
                 _labeled(search)
     spent = {**_spent(cache, recorder.calls), "money": _money(settings.prompts.proposer, usage.get_total_tokens())}
-    return Optimized(search.best, search.trials, dict(search.lost), spent)
+    return Optimized(search.best, search.trials, cache.kept(), dict(search.lost), spent)
 
 
 def _parts(examples: Sequence[dspy.Example], settings: Settings) -> tuple[list[dspy.Example], list[dspy.Example]]:

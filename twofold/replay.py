@@ -37,7 +37,7 @@ class RolloutCache:
     def __call__(self, program: dspy.Module, examples: Sequence[dspy.Example]) -> list[Rollout]:
         """One rollout for each example, in their order."""
         place = self.folder / digests.short(programs.digest(program))
-        parts = sorted(path for path in place.glob("*") if not path.name.startswith("."))
+        parts = _parts(place)
         known = {rollout.example_id: rollout for part in parts for rollout in read_rollouts(part)}
         missing = {example_id(example): example for example in examples if example_id(example) not in known}
         if missing:
@@ -48,6 +48,15 @@ class RolloutCache:
             aside.rename(place / f"{len(parts):04d}")
             known |= {rollout.example_id: rollout for rollout in made}
         return [known[example_id(example)] for example in examples]
+
+    def kept(self) -> list[Rollout]:
+        """All rollouts there are, by program."""
+        return [one for place in sorted(self.folder.iterdir()) for part in _parts(place) for one in read_rollouts(part)]
+
+
+def _parts(place: Path) -> list[Path]:
+    """The batches of one program that are complete, in the order they were made."""
+    return sorted(path for path in place.glob("*") if not path.name.startswith("."))
 
 
 class Replay:
