@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.sampling import Made
 from flows.strategy import best
@@ -179,6 +180,31 @@ def test_second_stage_at_once_is_refused(checkout: Path) -> None:
         done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Another stage works in this checkout (stage weights, process 1)" in done.stderr
+
+
+def _strategy(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.strategy", *arguments]
+    return subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_strategy_that_is_not_there_is_named(checkout: Path) -> None:
+    done = _strategy(checkout, "--name", "both")
+    assert done.returncode == 2
+    assert "no strategy 'both'. There are: vanilla, prompts, weights, together" in done.stderr
+
+
+@pytest.mark.slow
+def test_failing_step_fails_its_strategy_and_finished_ones_stay(checkout: Path) -> None:
+    settings = yaml.safe_load((checkout / "params.yaml").read_text())
+    settings["prompts"]["validation_share"] = 0.01
+    (checkout / "failing.yaml").write_text(yaml.safe_dump(settings))
+    before = {name: Manifest.of(checkout / "outputs" / name).outputs for name in ("prompts", "together")}
+    done = _strategy(checkout, "--params", "failing.yaml", "--name", "together")
+    (checkout / "failing.yaml").unlink()
+    assert done.returncode == 2
+    assert "prompts.validation_share 0.01 leaves" in done.stderr
+    assert {name: Manifest.of(checkout / "outputs" / name).outputs for name in before} == before
 
 
 def test_best_is_the_earliest_of_the_highest() -> None:
