@@ -159,6 +159,21 @@ class Grouping(Section):
     """Rewards that differ by no more than this are equal."""
 
 
+class Eps(Section):
+    """How inputs are scored and routed; see `eps.py`."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.01
+    """Temperature of the score's softmax, in units of reward. Not the KL coefficient `loss.beta`."""
+    tau: Annotated[float, Field(ge=0)] = 0.0
+    """Inputs with a score above this are kept, in units of reward; 0 drops exactly those whose rewards are equal."""
+    tolerance: Annotated[float, Field(ge=0)] = 1e-9
+    """Rewards that differ by no more than this are equal."""
+    routing: Literal["split", "paper"] = "split"
+    """Whether solved inputs are retired, or go to the teacher like all others that are not kept."""
+    visits_before_teacher: Positive = 2
+    """Visits in a row that must fail to teach before an input goes to the teacher."""
+
+
 class Lora(Section):
     r: Positive = 16
     alpha: Positive = 32
