@@ -281,22 +281,32 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _write_table(rows: list[dict[str, Any]], kind: type, path: Path) -> None:
-    schema = _COLUMNS[kind].with_metadata({"twofold_schema": str(SCHEMA_VERSION)})
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write a table with the schema version, so that a reader sees all of it or nothing; equal ones as equal bytes."""
+    versioned = table.replace_schema_metadata({"twofold_schema": str(SCHEMA_VERSION)})
     with _replacing(path) as aside:
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), aside, compression="zstd")
+        pq.write_table(versioned, aside, compression="zstd")
 
 
-def _read_table(kind: type, path: Path) -> list[dict[str, Any]]:
+def read_table(schema: pa.Schema, kind: str, path: Path) -> pa.Table:
+    """Read what `write_table` wrote; raises `RecordError` like `read_rollouts`, naming the `kind` of its records."""
     try:
         table = pq.read_table(path)
         version = int(table.schema.metadata[b"twofold_schema"])
     except (OSError, pa.ArrowException, KeyError, TypeError) as error:
         raise RecordError(_torn(path, error)) from error
     _check_version(version, path)
-    if table.schema.names != _COLUMNS[kind].names:
-        raise RecordError(f"{path}: not a file of {kind.__name__} records. Its columns are {table.schema.names}.")
-    return table.to_pylist()
+    if table.schema.names != schema.names:
+        raise RecordError(f"{path}: not a file of {kind} records. Its columns are {table.schema.names}.")
+    return table
+
+
+def _write_table(rows: list[dict[str, Any]], kind: type, path: Path) -> None:
+    write_table(pa.Table.from_pylist(rows, schema=_COLUMNS[kind]), path)
+
+
+def _read_table(kind: type, path: Path) -> list[dict[str, Any]]:
+    return read_table(_COLUMNS[kind], kind.__name__, path).to_pylist()
 
 
 def _check_version(version: int, path: Path) -> None:

@@ -174,6 +174,21 @@ class Eps(Section):
     """Visits in a row that must fail to teach before an input goes to the teacher."""
 
 
+class Pooling(Section):
+    """When prompts move through the pool; see `pool.py`."""
+
+    refresh_every: Positive = 2
+    """Rounds between two refreshes, which let ready scaffolds into training."""
+    reserve_every: Positive = 5
+    """Rounds between two times that the prompts in reserve are scored again."""
+    recheck_every: Positive = 20
+    """Rounds after which a solved or suspect prompt is scored again."""
+    max_depth: Count = 2
+    """Most hints on top of each other; 0 asks no teacher."""
+    max_draws: Positive = 64
+    """Most prompts that a round draws to fill its batch."""
+
+
 class Lora(Section):
     r: Positive = 16
     alpha: Positive = 32
