@@ -191,7 +191,7 @@ def _strategy(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[st
 def test_strategy_that_is_not_there_is_named(checkout: Path) -> None:
     done = _strategy(checkout, "--name", "both")
     assert done.returncode == 2
-    assert "no strategy 'both'. There are: vanilla, prompts, weights, together" in done.stderr
+    assert "no strategy 'both'. There are: prompts, together, vanilla, weights" in done.stderr
 
 
 @pytest.mark.slow
