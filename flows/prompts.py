@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from flows.sampling import Made, evaluate_on, spent_on
+from flows.sampling import Made, evaluate_on, on_dev, spent_on
 from tasks.candidate import Candidate
 from tasks.optimize import PROGRAM, RECORDS, TRIALS, optimize
 from tasks.step import Manifest
@@ -21,7 +21,7 @@ def optimize_prompts(
     better = replace(candidate, program=program)
     dev = evaluate_on("dev", folder / "dev", settings, better, data)
     run.log({f"prompts/{name}": value for name, value in found.metrics.items()}, 1)
-    run.log({f"dev/{name}": value for name, value in dev.metrics.items()}, 1)
+    run.log(on_dev(dev), 1)
     run.log_prompts(candidate.pipeline, program)
     trials = read_json(found.folder / TRIALS)["trials"]
     columns = ("program", "score", "n", "full")

@@ -86,6 +86,11 @@ def evaluate_on(split: str, folder: Path, settings: Settings, candidate: Candida
     return Manifest(scored.path, scored.outputs, {**scored.metrics, "seconds": seconds})
 
 
+def on_dev(evaluated: Manifest) -> dict[str, float]:
+    """The numbers of an evaluation on dev, under the names that every stage uses."""
+    return {f"dev/{name}": value for name, value in evaluated.metrics.items()}
+
+
 def spent_on(sampled: Sequence[Manifest], worked: Sequence[Manifest] = ()) -> dict[str, float]:
     """What it cost to sample these, and to work these out of them."""
     spent = {name: sum(made.metrics.get(name, 0.0) for made in sampled) for name in SPENT}

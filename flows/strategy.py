@@ -17,7 +17,7 @@ from typing import Any
 from prefect import flow
 
 from flows.prompts import optimize_prompts
-from flows.sampling import SPENT, Made, evaluate_on
+from flows.sampling import SPENT, Made, evaluate_on, on_dev
 from flows.weights import train_weights
 from tasks import stage, tracking
 from tasks.candidate import Candidate
@@ -62,7 +62,7 @@ def best(made: list[Made]) -> tuple[Candidate, Manifest]:
 
 def _vanilla(folder: Path, settings: Settings, candidate: Candidate, data: Manifest, run: tracking.StageRun) -> Made:
     dev = evaluate_on("dev", folder, settings, candidate, data)
-    run.log({f"dev/{name}": value for name, value in dev.metrics.items()})
+    run.log(on_dev(dev))
     # The same for all strategies, and no part of what any of them costs.
     return Made([(candidate, dev)], dict.fromkeys(SPENT, 0.0), [], {})
 

@@ -6,7 +6,7 @@ One round: collect rollouts with the newest weights, group them, update the weig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.sampling import Made, collect_for_training, evaluate_on, ids_of, spent_on
+from flows.sampling import Made, collect_for_training, evaluate_on, ids_of, on_dev, spent_on
 from tasks.candidate import Candidate
 from tasks.group import GROUPS, group
 from tasks.step import Manifest
@@ -31,7 +31,7 @@ class Round:
     @property
     def metrics(self) -> dict[str, float]:
         """All numbers of the round, under the names that every stage uses."""
-        dev = {f"dev/{name}": value for name, value in self.dev.metrics.items()} if self.dev else {}
+        dev = on_dev(self.dev) if self.dev else {}
         costs = {f"spent/{name}": value for name, value in self.spent.items()}
         return {**self.grouped.metrics, **self.checkpoint.metrics, **costs, **dev}
 

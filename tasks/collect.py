@@ -9,7 +9,7 @@ from tasks.step import Manifest, step
 from twofold import rollouts
 from twofold.examples import example_id, read_examples
 from twofold.programs import load_pipeline
-from twofold.records import write_rollouts
+from twofold.records import tokens_of, write_rollouts
 from twofold.rollouts import Progress
 from twofold.settings import Draw, Settings
 
@@ -55,11 +55,7 @@ def collect(
     )
     write_rollouts(found, folder)
     calls = [call for rollout in found for call in rollout.calls]
-    return {
-        "rollouts": float(len(found)),
-        "tokens_in": float(sum(len(call.prompt_ids) for call in calls)),
-        "tokens_out": float(sum(len(call.completion_ids) for call in calls)),
-    }
+    return {"rollouts": float(len(found)), **{name: float(count) for name, count in tokens_of(calls).items()}}
 
 
 def shards(settings: Settings, wanted: int) -> range:

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 from scipy.stats import beta as beta_distribution
 
+from twofold.evaluation import CONFIDENCE
 from twofold.records import Group, Rollout
 from twofold.settings import Eps
 
@@ -34,8 +35,6 @@ Action = Literal["train", "scaffold", "retire", "wait"]
 
 FAILED, PASSED = 0.0, 1.0
 """The accuracy of a wrong and of a right answer."""
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)

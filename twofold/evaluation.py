@@ -12,7 +12,7 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from twofold.errors import RecordError
-from twofold.records import Rollout
+from twofold.records import Rollout, tokens_of
 
 CONFIDENCE = 0.95
 
@@ -65,8 +65,7 @@ def score(rollouts: Sequence[Rollout], resamples: int, seed: int) -> Score:
         n=len(means),
         format_rate=sum(all(call.parsed for call in rollout.calls) for rollout in rollouts) / len(rollouts),
         rollouts=len(rollouts),
-        tokens_in=sum(len(call.prompt_ids) for call in calls),
-        tokens_out=sum(len(call.completion_ids) for call in calls),
+        **tokens_of(calls),
         statuses=dict(sorted(Counter(rollout.status for rollout in rollouts).items())),
     )
 

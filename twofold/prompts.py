@@ -32,7 +32,7 @@ from twofold import digests, programs
 from twofold.adapters import make_adapter
 from twofold.errors import SettingsError
 from twofold.lm import Recorder, module_lm, recording
-from twofold.records import BASE_POLICY, Call, Rollout, policy_of, read_json, write_json
+from twofold.records import BASE_POLICY, Call, Rollout, policy_of, read_json, tokens_of, write_json
 from twofold.replay import Replay, RolloutCache
 from twofold.rollouts import Metric, plan, run, scored
 from twofold.sampling import Engine
@@ -104,15 +104,19 @@ class _Search:
         return derive(self.settings.seed, "prompts", *names)
 
     def rollouts(self, candidate: dspy.Module, examples: Sequence[dspy.Example]) -> list[Rollout]:
+        """The candidate's rollouts; whoever runs it on these examples from now on is answered from them."""
         # The recorder of the search is a callback; the rollouts have recorders of their own.
         with dspy.context(callbacks=self.callbacks):
-            return self.cache(self.released(candidate), examples)
+            found = self.cache(self.released(candidate), examples)
+        self.replay.learn(found)
+        return found
 
     def released(self, candidate: dspy.Module) -> dspy.Module:
         """A copy without the LMs that the search gave to it."""
         copy = candidate.deepcopy()
+        came = programs.modules(self.program)
         for name, predictor in programs.modules(copy).items():
-            predictor.lm = programs.modules(self.program)[name].lm
+            predictor.lm = came[name].lm
         return copy
 
     def score(self, candidate: dspy.Module, examples: Sequence[dspy.Example]) -> float:
@@ -205,7 +209,7 @@ def _mipro(search: _Search) -> None:
     if not wanted.bootstrapped_demos and wanted.labeled_demos:
         # DSPy draws the size of the fourth set and later ones from 1 to the number of bootstrapped demos.
         demo_sets = min(demo_sets, 3)
-    search.replay.learn(search.rollouts(search.program, search.demo_part))
+    search.rollouts(search.program, search.demo_part)
     student = programs.bind(search.program, search.lm_of)
     teacher = student.deepcopy()
     # Or else DSPy would take the program's own demos away and put labeled ones in their place.
@@ -372,9 +376,7 @@ class _GepaAdapter(DspyAdapter):
         self.search = search
 
     def evaluate(self, batch: list[dspy.Example], candidate: dict[str, str], *args: Any, **named: Any) -> Any:
-        program = self.build_program(candidate)
-        self.search.replay.learn(self.search.rollouts(program, batch))
-        self.search.score(program, batch)
+        self.search.score(self.build_program(candidate), batch)
         return super().evaluate(batch, candidate, *args, **named)
 
 
@@ -437,11 +439,7 @@ def _trial(candidate: dspy.Module, score: float, n: int, full: bool) -> Trial:
 
 def _spent(cache: RolloutCache, calls: Sequence[Call]) -> dict[str, float]:
     everything = [*calls, *(call for rollout in cache.made for call in rollout.calls)]
-    return {
-        "rollouts": float(len(cache.made)),
-        "tokens_in": float(sum(len(call.prompt_ids) for call in everything)),
-        "tokens_out": float(sum(len(call.completion_ids) for call in everything)),
-    }
+    return {"rollouts": float(len(cache.made)), **{name: float(count) for name, count in tokens_of(everything).items()}}
 
 
 def _money(endpoint: Endpoint | None, usage: dict[str, dict[str, Any]]) -> float:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -138,6 +138,12 @@ class Checkpoint:
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of what it came from: model, data, program, settings, groups."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def tokens_of(calls: Iterable[Call]) -> dict[str, int]:
+    """How many tokens the calls were asked with, `tokens_in`, and answered with, `tokens_out`."""
+    lengths = [(len(call.prompt_ids), len(call.completion_ids)) for call in calls]
+    return {"tokens_in": sum(asked for asked, _ in lengths), "tokens_out": sum(answered for _, answered in lengths)}
 
 
 _COLUMNS: dict[type, pa.Schema] = {

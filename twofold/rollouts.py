@@ -30,7 +30,7 @@ from twofold.errors import PipelineError
 from twofold.examples import example_id
 from twofold.lm import Recorder, module_lm, parsed_share, recording
 from twofold.programs import bind
-from twofold.records import Call, Rollout, Status, policy_of
+from twofold.records import Call, Rollout, Status, policy_of, tokens_of
 from twofold.sampling import Engine
 from twofold.sampling.rendezvous import Rendezvous, Stopwatch
 from twofold.seeds import derive
@@ -327,10 +327,9 @@ def _reporter(total: int, progress: Callable[[Progress], None] | None) -> Callab
 
     def report(rollout: Rollout) -> None:
         statuses[rollout.status] += 1
-        tokens["in"] += sum(len(call.prompt_ids) for call in rollout.calls)
-        tokens["out"] += sum(len(call.completion_ids) for call in rollout.calls)
+        tokens.update(tokens_of(rollout.calls))
         if progress is not None:
             seconds = max(time.monotonic() - start, 1e-9)
-            progress(Progress(statuses.total(), total, dict(statuses), tokens["in"], tokens["out"], seconds))
+            progress(Progress(statuses.total(), total, dict(statuses), **tokens, seconds=seconds))
 
     return report
