@@ -62,7 +62,7 @@ def train_round(
 ) -> Round:
     """One round from the candidate's checkpoint to the next, with an evaluation on dev when it is time for one."""
     weights = settings.weights
-    examples = examples_of_round(ids_of(data, "train"), weights.examples_per_step, round_number, settings.seed)
+    examples = examples_of_round(ids_of(data, "train"), weights.examples_per_round, round_number, settings.seed)
     names = ["weights", number, round_number]
     collected = collect_for_training(folder, settings, candidate, data, examples, names)
     grouped = group(folder / "groups", settings=settings, shards=collected, round_number=round_number)

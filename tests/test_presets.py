@@ -11,7 +11,7 @@ from twofold.presets import MODELS, TASKS, as_yaml, preset
 
 PAPER = {
     "weights.rounds": 750,
-    "weights.examples_per_step": 4,
+    "weights.examples_per_round": 4,
     "weights.rollouts_per_example": 12,
     "weights.groups.grouping": "module",
     "weights.groups.size": 12,

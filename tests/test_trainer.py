@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +27,7 @@ from twofold.rollouts import plan, run
 from twofold.sampling import SampleRequest
 from twofold.sampling.local import LocalEngine
 from twofold.settings import Rewards, Sampling, Settings
-from twofold.trainer import Row, Trainer, micro_batches, normalizer, rows_of, token_weight
+from twofold.trainer import Row, Trainer, micro_batches, normalizer, parts_of, rows_of, token_weight
 
 TEXTS = ("blue", "the parcel is late", "red or green")
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
@@ -328,6 +330,48 @@ def test_updates_raise_the_probability_of_what_was_rewarded(folder):
     before = gain()
     assert trainer.update(rollouts, groups, 0)["updated"] == 1
     assert gain() > before + 0.01
+
+
+def test_a_round_of_several_steps_is_as_many_rounds_of_one(folder, tmp_path):
+    """Three examples in two steps: the first and the third example, then the second, scored by the moved weights."""
+    two = settings_for(steps_per_round=2, optimizer={"schedule": "cosine", "warmup_steps": 1})
+    one = settings_for(rounds=20, optimizer={"schedule": "cosine", "warmup_steps": 1})
+    rollouts = sampled(folder, two, ("m", "n"))
+    groups = grouped(rollouts, two)
+    together, apart = Trainer(folder, two), Trainer(folder, one)
+    metrics = together.update(rollouts, groups, 0)
+    split = [
+        apart.update(rollouts, [group for group in groups if group.example_id in texts], 0)
+        for texts in ([TEXTS[0], TEXTS[2]], [TEXTS[1]])
+    ]
+    assert together.save(tmp_path / "together") == apart.save(tmp_path / "apart")
+    assert metrics["rows"] == sum(part["rows"] for part in split) == 24
+    assert metrics["tokens"] == sum(part["tokens"] for part in split)
+    assert (metrics["updated"], metrics["sampler_gap"]) == (1, split[0]["sampler_gap"])
+    shares = [part["tokens"] / metrics["tokens"] for part in split]
+    for name in ("loss", "entropy", "grad_norm"):
+        assert metrics[name] == pytest.approx(
+            sum(share * part[name] for share, part in zip(shares, split, strict=True))
+        )
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 5))
+def test_parts_keep_examples_together_and_are_even(examples, count):
+    rows = [
+        Row(call=number, example_id=str(k), advantage=1, member_weight=1, length=1) for number, k in enumerate(examples)
+    ]
+    parts = parts_of(rows, count)
+    assert sorted(row.call for part in parts for row in part) == list(range(len(rows)))
+    sizes = [len({row.example_id for row in part}) for part in parts]
+    assert sum(sizes) == len(set(examples))
+    assert len(parts) == min(count, len(set(examples)))
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_steps_that_a_round_had_nothing_for_count_as_not_taken(folder):
+    settings = settings_for(steps_per_round=4)
+    rollouts = sampled(folder, settings)
+    assert Trainer(folder, settings).update(rollouts, grouped(rollouts, settings), 0)["updated"] == 3 / 4
 
 
 def test_going_on_from_a_checkpoint_gives_the_same_bytes(folder, tmp_path):

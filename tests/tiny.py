@@ -85,7 +85,7 @@ SETTINGS = {
     "strategies": {"vanilla": [], "prompts": ["p"], "weights": ["w"], "together": ["p", "w"]},
     "weights": {
         "rounds": 3,
-        "examples_per_step": 3,
+        "examples_per_round": 3,
         "rollouts_per_example": 4,
         "draw": {"temperature": 1.0},
         "groups": {"size": 4},

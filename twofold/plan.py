@@ -78,7 +78,7 @@ def _prompts(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, i
 
 def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
     weights = settings.weights
-    per_step = min(weights.examples_per_step, sizes["train"])
+    per_step = min(weights.examples_per_round, sizes["train"])
     evaluations = -(-weights.rounds // settings.evaluate.every)
     per_round = per_step * weights.rollouts_per_example
     yield f"{weights.rounds} rounds x {per_step} x {weights.rollouts_per_example}", weights.rounds * per_round

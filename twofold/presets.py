@@ -19,7 +19,7 @@ _PAPER: dict[str, Any] = {
     "prompts": {"auto": "medium", "validation_share": 0.8},
     "weights": {
         "rounds": 750,
-        "examples_per_step": 4,
+        "examples_per_round": 4,
         "rollouts_per_example": 12,
         "draw": {"temperature": 0.6},
         "groups": {"pad": "fill", "fill": "randint", "size": 12, "duplicates": "paper"},
@@ -50,7 +50,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         },
         "weights": {
             "rounds": 10,
-            "examples_per_step": 32,
+            "examples_per_round": 32,
             "rollouts_per_example": 4,
             "draw": {"temperature": 0.7},
             "groups": {"size": 4},

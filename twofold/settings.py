@@ -216,8 +216,10 @@ class Weights(Section):
     """mmGRPO: rounds of collect, group, update."""
 
     rounds: Positive = 20
-    examples_per_step: Positive = 8
+    examples_per_round: Positive = 8
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
+    steps_per_round: Positive = 1
+    """Steps of the optimizer that a round's examples are cut into; only the first is on the policy that sampled."""
     draw: Draw = Draw()
     groups: Grouping = Grouping()
     adapters: Literal["shared", "per_module"] = "shared"
@@ -229,6 +231,11 @@ class Weights(Section):
     """Rows of one forward and backward pass."""
     context: Positive = 2048
     """Longer rows (prompt and completion, in tokens) are left out of the update, and counted."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer in all rounds."""
+        return self.rounds * self.steps_per_round
 
 
 Step = Literal["p", "w"]

@@ -15,8 +15,10 @@
        dr_grpo    m              m                  sum of m over rows, times max_tokens
 
    where m is the member's weight, |o| the completion's length and L the length of all its rollout's completions.
-4. One step of the optimizer and of the scheduler ends the update. A round without a usable row takes none.
-5. With an adapter for each module, 2 to 4 are done for each adapter, with the rows of its module alone.
+4. One step of the optimizer and of the scheduler follows. A round without a usable row takes none.
+5. A round's examples may be cut in several parts (`steps_per_round`), with 2 to 4 for each. From the second part on the
+   clipped ratio corrects for the steps before, as in PPO's minibatches (arXiv 1707.06347, algorithm 1).
+6. With an adapter for each module, all this is done for each adapter, with the rows of its module alone.
 
 What differs from `Trainer.train()`: the loop over micro-batches is ours, so that training can stop between any two
 rounds and go on to the same bytes.
@@ -53,6 +55,7 @@ class Row:
     """One call to learn from."""
 
     call: Call
+    example_id: str
     advantage: float
     member_weight: float
     """m: how much the member counts among its group's members."""
@@ -79,7 +82,7 @@ def rows_of(rollouts: Sequence[Rollout], groups: Sequence[Group], settings: Weig
                 if reason:
                     dropped[reason] += 1
                 else:
-                    rows.append(Row(call, member.advantage, member.weight, length))
+                    rows.append(Row(call, group.example_id, member.advantage, member.weight, length))
     return rows, dropped
 
 
@@ -97,6 +100,13 @@ def _defect(call: Call, settings: Weights) -> str:
     if call.temperature == 0:
         return "greedy"
     return "too_long" if len(call.prompt_ids) + len(call.completion_ids) > settings.context else ""
+
+
+def parts_of(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    """The rows cut by example into at most `count` parts, none of them empty; an example's rows stay together."""
+    examples = {name: number for number, name in enumerate(dict.fromkeys(row.example_id for row in rows))}
+    parts = [[row for row in rows if examples[row.example_id] % count == part] for part in range(count)]
+    return [part for part in parts if part]
 
 
 def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
@@ -159,12 +169,13 @@ class Trainer:
         return {name: learner.save(folder / name) for name, learner in self.learners.items()}
 
     def update(self, rollouts: Sequence[Rollout], groups: Sequence[Group], round_number: int) -> dict[str, float]:
-        """One step of every adapter, on the groups of one round. Each adapter's loss is averaged over its own rows.
+        """The steps of every adapter on the groups of one round. Each loss is averaged over its adapter's own rows.
 
-        Returns metrics: `loss`, `grad_norm` (of all adapters), `learning_rate`, `entropy` (nats a token), `kl` (to the
-        base, with beta), `clip_share`, `sampler_gap` (mean absolute difference between the trainer's and the sampler's
-        log-probability of a token), `rows`, `tokens`, `dropped/REASON` per reason, and `updated`: the share of the
-        adapters that took a step; the others had nothing to learn from, or a gradient that was not finite.
+        Returns metrics: `loss`, `grad_norm` (of all adapters), both means over the steps, `learning_rate`,
+        `entropy` (nats a token), `kl` (to the base, with beta), `clip_share`, `sampler_gap` (mean absolute difference
+        between the trainer's and the sampler's log-probability of a token, before the first step), `rows`, `tokens`,
+        `dropped/REASON` per reason, and `updated`: the share of the steps that were taken; for the others there was
+        nothing to learn from, or the gradient was not finite.
         """
         rows, dropped = rows_of(rollouts, groups, self.settings.weights)
         metrics = {f"dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
@@ -172,11 +183,16 @@ class Trainer:
         if not rows:
             return metrics
         torch.manual_seed(derive(self.settings.seed, "update", round_number))
+        count = self.settings.weights.steps_per_round
+        return metrics | _of_round([self._step(part) for part in parts_of(rows, count)], count)
+
+    def _step(self, rows: Sequence[Row]) -> dict[str, float]:
+        """One step of every adapter on its own of these rows. Returns its metrics."""
         batches, steps = [], []
         for learner, own in self._by_learner(rows):
             batches += self._backward_all(learner, own)
             steps.append(learner.step())
-        return metrics | _summed(batches) | _step_metrics(steps, len(self.learners))
+        return _summed(batches) | _step_metrics(steps, len(self.learners))
 
     def _by_learner(self, rows: Sequence[Row]) -> Iterator[tuple["Learner", list[Row]]]:
         for name, learner in self.learners.items():
@@ -230,7 +246,7 @@ class Learner:
         self.optimizer = self.trl.create_optimizer()
         options = self.settings.optimizer
         self.scheduler = get_scheduler(
-            options.schedule, self.optimizer, options.warmup_steps, num_training_steps=self.settings.rounds
+            options.schedule, self.optimizer, options.warmup_steps, num_training_steps=self.settings.steps
         )
 
     def open(self, folder: Path) -> None:
@@ -415,7 +431,7 @@ def _config(settings: Settings, device: torch.device) -> GRPOConfig:
         learning_rate=weights.optimizer.learning_rate,
         weight_decay=weights.optimizer.weight_decay,
         max_grad_norm=weights.optimizer.grad_clip,
-        max_steps=weights.rounds,
+        max_steps=weights.steps,
         optim="adamw_torch",
     )
 
@@ -433,6 +449,14 @@ def _step_metrics(steps: Sequence[dict[str, float]], learners: int) -> dict[str,
         "learning_rate": steps[0]["learning_rate"],
         "updated": sum(step["updated"] for step in steps) / learners,
     }
+
+
+def _of_round(steps: Sequence[dict[str, float]], wanted: int) -> dict[str, float]:
+    """Metrics of all steps of a round: means over tokens, but for what can only be summed, or only begins the round."""
+    tokens = sum(step["tokens"] for step in steps)
+    means = {name: sum(step[name] * (step["tokens"] / tokens) for step in steps) for name in steps[0]}
+    first = {name: steps[0][name] for name in ("sampler_gap", "learning_rate")}
+    return means | first | {"tokens": tokens, "updated": sum(step["updated"] for step in steps) / wanted}
 
 
 def _peft_name(number: int) -> str:
