@@ -52,6 +52,7 @@ _MODELS: dict[str, dict[str, Any]] = {
             "rounds": 10,
             "examples_per_round": 32,
             "rollouts_per_example": 4,
+            "steps_per_round": 2,
             "draw": {"temperature": 0.7},
             "groups": {"size": 4},
             "optimizer": {"learning_rate": 4e-4, "warmup_steps": 3},
