@@ -5,6 +5,9 @@ weak: each module has one demo, and a small model neither keeps what matters nor
 """
 
 import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +28,20 @@ TEAMS = {
 """What each team handles, in the words of those who write."""
 
 Team = Literal[*TEAMS]
+
+EVERYDAY = frozenset(
+    "about after again already also another anybody anyone anything because been before being both cannot could does "
+    "doing done down each else even ever every everybody everyone first from getting give goes going have hello help "
+    "here into just know last like long made make many maybe more morning most much must need never next none nobody "
+    "nothing once only other over people please possible really said same several should since some somebody someone "
+    "something still such sure take team teams than thank thanks that their them then there these they thing things "
+    "think this those though three times today told tomorrow twice under until very want wants week weeks well went "
+    "were what when where which while whole will with without would year yesterday your".split()
+)
+"""Words that say nothing of the problem; `team` would also make a label out of a word beside it."""
+
+
+HINT_FIELD = "message"
 
 
 class Condense(dspy.Signature):
@@ -68,6 +85,26 @@ def metric(example: dspy.Example, prediction: dspy.Prediction, trace: object = N
 
 def load(settings: object) -> tuple[list[dspy.Example], list[dspy.Example], list[dspy.Example]]:
     return _read("train"), _read("dev"), _read("test")
+
+
+def scaffold(example: dspy.Example, rollouts: Sequence[object]) -> str | None:
+    """A short hint: words of the message that the rollouts dropped, and up to three teams they chose wrongly.
+
+    It needs no label, and five teams are always left.
+    """
+    chosen = Counter(r.output["team"] for r in rollouts if r.status == "ok" and r.reward == 0.0)
+    wrong = [f"not {team}" for team, _ in chosen.most_common(3)]
+    words = _dropped(example.message, [r.output.get("problem", "") for r in rollouts])
+    lists = [("Look at: " + ", ".join(words)) if words else "", ", ".join(wrong).capitalize()]
+    return " ".join(f"{one}." for one in lists if one) or None
+
+
+def _dropped(message: str, problems: list[str]) -> list[str]:
+    """Three words of the message, in its order: those that the fewest restatements kept, the longest first."""
+    words = list(dict.fromkeys(word for word in re.findall(r"[a-z]{4,}", message.lower()) if word not in EVERYDAY))
+    kept = {word: sum(word in problem.lower() for problem in problems) for word in words}
+    best = sorted(words, key=lambda word: (kept[word], -len(word)))[:3]
+    return [word for word in words if word in best]
 
 
 def _read(split: str) -> list[dspy.Example]:
