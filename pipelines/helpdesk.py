@@ -6,7 +6,6 @@ weak: each module has one demo, and a small model neither keeps what matters nor
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -38,7 +37,7 @@ EVERYDAY = frozenset(
     "think this those though three times today told tomorrow twice under until very want wants week weeks well went "
     "were what when where which while whole will with without would year yesterday your".split()
 )
-"""Words that say nothing of the problem; `team` would also make a label out of a word beside it."""
+"""Words that say nothing of the problem; `team` beside another word would make a label of it."""
 
 
 HINT_FIELD = "message"
@@ -88,15 +87,12 @@ def load(settings: object) -> tuple[list[dspy.Example], list[dspy.Example], list
 
 
 def scaffold(example: dspy.Example, rollouts: Sequence[object]) -> str | None:
-    """A short hint: words of the message that the rollouts dropped, and up to three teams they chose wrongly.
+    """A short hint, in the form of `condense`'s task: the words of the message that the rollouts dropped.
 
-    It needs no label, and five teams are always left.
+    It names no team, not even to rule it out: a small model tends to choose a label that it reads.
     """
-    chosen = Counter(r.output["team"] for r in rollouts if r.status == "ok" and r.reward == 0.0)
-    wrong = [f"not {team}" for team, _ in chosen.most_common(3)]
-    words = _dropped(example.message, [r.output.get("problem", "") for r in rollouts])
-    lists = [("Look at: " + ", ".join(words)) if words else "", ", ".join(wrong).capitalize()]
-    return " ".join(f"{one}." for one in lists if one) or None
+    words = _dropped(example.message, [rollout.output.get("problem", "") for rollout in rollouts])
+    return f"Repeat these words: {', '.join(words)}." if words else None
 
 
 def _dropped(message: str, problems: list[str]) -> list[str]:

@@ -656,7 +656,7 @@ def test_a_hint_goes_to_the_module_whose_rewards_tie_alone():
 # The help desk
 
 
-def test_the_help_desks_hints_pass_the_gate_and_leave_teams():
+def test_the_help_desks_hints_name_no_team_and_pass_the_gate():
     desk = load_pipeline("helpdesk")
     examples = [example for part in desk.load(Settings()) for example in part]
     teams = sorted({example.team for example in examples})
@@ -672,20 +672,17 @@ def test_the_help_desks_hints_pass_the_gate_and_leave_teams():
         proposal = leaks.Proposal(example.message, example.team, hint, shown)
         checks = leaks.gate(leaks.text_checks(proposal, Teacher().max_chars, 60.0))
         passed += checks[-1].passed
-        named = [team for team in teams if team in hint]
-        assert example.team not in named
-        assert len(named) <= 3
-        assert len(hint) <= 120
+        assert not any(team in hint for team in teams)
+        assert len(hint) <= 80
     print(f"{passed} of {len(examples)} scripted hints pass")
     assert passed == len(examples) == 672
 
 
 def test_the_help_desk_points_to_what_was_dropped():
     desk = load_pipeline("helpdesk")
-    tried = [rollout(team, "bangs all day") for team in ("team_food", "team_food", "team_health")]
-    assert desk.scaffold(EXAMPLE, tried) == "Look at: radiator, bangs. Not team_food, not team_health."
+    example = dspy.Example(message="The radiator under the window bangs like a hammer.")
+    kept = [rollout("team_food", "radiator window"), rollout("team_food", "The Radiator hammer")]
+    assert desk.scaffold(example, kept) == "Repeat these words: window, bangs, hammer."
     failed = replace(rollout(), output={}, status="parse_error")
-    assert desk.scaffold(EXAMPLE, [failed]) == "Look at: radiator, bangs."
-    right = replace(rollout("team_heating"), reward=1.0)
-    assert "team" not in desk.scaffold(EXAMPLE, [right])
+    assert desk.scaffold(example, [failed]) == "Repeat these words: radiator, window, hammer."
     assert desk.scaffold(dspy.Example(message="It is so."), [failed]) is None
