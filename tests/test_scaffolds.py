@@ -106,7 +106,6 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers = list(answers)
         self.asked: list[dict] = []
-        self.times: list[float] = []
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
 
@@ -117,7 +116,6 @@ class Server(ThreadingHTTPServer):
     def next(self, asked: dict):
         with self.lock:
             self.asked.append(asked)
-            self.times.append(time.monotonic())
             return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
@@ -127,14 +125,12 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.at_once += 1
             self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
-        try:
-            if isinstance(answer, float):
-                time.sleep(answer)
-                answer = hint_of("late")
-            self.send(answer)
-        finally:
-            with self.server.lock:
-                self.server.at_once -= 1
+        if isinstance(answer, float):
+            time.sleep(answer)
+            answer = hint_of("late")
+        with self.server.lock:
+            self.server.at_once -= 1
+        self.send(answer)
 
     def send(self, answer):
         status, body = (answer, {"error": {"message": "no"}}) if isinstance(answer, int) else (200, answer)
@@ -259,11 +255,11 @@ def test_a_missing_key_is_found_at_the_start(monkeypatch):
 def test_requests_keep_their_distance_and_retries_too():
     with serving(429, hint_of("a")) as server:
         teacher = teacher_of("endpoint", endpoint=server.settings(requests_per_minute=300))
+        start = time.monotonic()
         teacher.hint(request())
         teacher.hint(request())
-    gaps = [after - before for before, after in zip(server.times, server.times[1:], strict=False)]
-    assert len(gaps) == 2
-    assert min(gaps) > 0.15
+        assert time.monotonic() - start >= 2 * 60 / 300
+    assert len(server.asked) == 3
 
 
 def test_no_more_requests_are_on_their_way_than_allowed():
