@@ -478,10 +478,18 @@ def probe(hint_only: Count, blind: Count, threshold: float) -> Verdict:
     return Verdict("probe", False, reason)
 
 
+_USELESS = "Useless:"
+
+
 def effect(hinted: Count) -> Verdict:
     """Refuses a hint with which no rollout succeeds (useless) or all do (suspicious: it may hold the answer)."""
     if hinted.k == 0:
-        return Verdict("effect", False, f"Useless: none of {hinted.n} rollouts succeeded with the hint.")
+        return Verdict("effect", False, f"{_USELESS} none of {hinted.n} rollouts succeeded with the hint.")
     if hinted.k == hinted.n:
         return Verdict("effect", False, f"Suspicious: all {hinted.n} rollouts succeeded with the hint.")
     return Verdict("effect", True)
+
+
+def useless(verdict: Verdict) -> bool:
+    """Whether `effect` refused the hint because the student fails with it as well."""
+    return verdict.rule == "effect" and not verdict.passed and verdict.reason.startswith(_USELESS)

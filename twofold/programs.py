@@ -40,7 +40,11 @@ class Pipeline:
     load: Callable[[Settings], Splits]
     """Gives the train, dev and test examples."""
     scaffold: Callable[..., Any] | None
-    """A scripted teacher, when the file has one."""
+    """A scripted teacher: takes an example and its rollouts and gives a hint, when the file has one."""
+    teacher: Callable[[], dspy.Module] | None
+    """Makes the program of a teacher, when the file has one."""
+    hint_field: str | None
+    """The input field that takes hints: the file's `HINT_FIELD`."""
     accuracy: Callable[..., Any] | None
     """The metric that strategies are compared by, when it is not the reward's."""
     digest: str
@@ -67,6 +71,8 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
         metric=module.metric,
         load=module.load,
         scaffold=getattr(module, "scaffold", None),
+        teacher=getattr(module, "teacher", None),
+        hint_field=getattr(module, "HINT_FIELD", None),
         accuracy=getattr(module, "accuracy", None),
         digest=digests.of_file(path),
     )

@@ -30,6 +30,7 @@ from dspy.utils.exceptions import AdapterParseError, LMError
 
 from twofold import digests, programs
 from twofold.adapters import make_adapter
+from twofold.endpoints import lm_of, money_for
 from twofold.errors import SettingsError
 from twofold.lm import Recorder, module_lm, recording
 from twofold.records import BASE_POLICY, Call, Rollout, policy_of, read_json, tokens_of, write_json
@@ -407,22 +408,7 @@ def _proposer(search: _Search) -> dspy.LM:
     if wanted.proposer is None:
         draw = Draw(temperature=wanted.temperature)
         return module_lm(PROPOSER, search.replay.engine, draw, wanted.proposal_tokens, BASE_POLICY)
-    key = os.environ.get(wanted.proposer.key)
-    if not key:
-        raise SettingsError(
-            f"prompts.proposer: the environment has no variable {wanted.proposer.key} with the endpoint's key. "
-            "Set it, or name another one in prompts.proposer.key."
-        )
-    return dspy.LM(
-        f"openai/{wanted.proposer.model}",
-        api_base=wanted.proposer.base_url,
-        api_key=key,
-        max_tokens=wanted.proposal_tokens,
-        temperature=wanted.temperature,
-        num_retries=wanted.proposer.retries,
-        timeout=wanted.proposer.timeout,
-        cache=False,
-    )
+    return lm_of(wanted.proposer, "prompts.proposer", wanted.proposal_tokens, wanted.temperature)
 
 
 def _trial(candidate: dspy.Module, score: float, n: int, full: bool) -> Trial:
@@ -443,11 +429,8 @@ def _spent(cache: RolloutCache, calls: Sequence[Call]) -> dict[str, float]:
 
 
 def _money(endpoint: Endpoint | None, usage: dict[str, dict[str, Any]]) -> float:
-    if endpoint is None:
-        return 0.0
-    used = usage.get(f"openai/{endpoint.model}", {})
-    prices = {"prompt_tokens": endpoint.price_in, "completion_tokens": endpoint.price_out}
-    return sum(used.get(name, 0) * price for name, price in prices.items()) / 1e6
+    used = usage.get(f"openai/{endpoint.model}", {}) if endpoint else {}
+    return money_for(endpoint, used.get("prompt_tokens", 0), used.get("completion_tokens", 0))
 
 
 @contextlib.contextmanager

@@ -189,6 +189,53 @@ class Pooling(Section):
     """Most prompts that a round draws to fill its batch."""
 
 
+class TeacherEndpoint(Endpoint):
+    """The server that a teacher asks, and how."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    max_tokens: Positive = 256
+    """Of an answer."""
+    concurrency: Positive = 4
+    """Most requests that are on their way at once."""
+    requests_per_minute: Positive | None = None
+    """Most requests that begin in a minute, retries included; null is no limit."""
+
+
+class Budget(Section):
+    """The most that teachers may use in a run; null is no limit. When one is used up, nothing more is asked."""
+
+    calls: Count | None = None
+    """Requests that are sent, retries included."""
+    tokens: Count | None = None
+    """Prompt and sampled tokens together."""
+    money: Annotated[float, Field(ge=0)] | None = None
+    """At the endpoint's prices, in their currency."""
+
+
+class Teacher(Section):
+    """Who writes hints for inputs that teach nothing; see `scaffolds.py`."""
+
+    kind: Literal["none", "scripted", "endpoint", "program"] = "scripted"
+    """Nobody; the pipeline's function `scaffold`; a server; or the DSPy program that the pipeline's `teacher` makes."""
+    answer_aware: bool = False
+    """Whether the teacher is shown the reference answer."""
+    retries: Count = 2
+    """How often it may try again after a hint that the leak gate refused."""
+    rollout_chars: Positive = 4000
+    """Most characters of the rollouts that it is shown, all together; and most of the input."""
+    max_chars: Positive = 200
+    """Most characters of a hint."""
+    endpoint: TeacherEndpoint | None = None
+    """For `endpoint`; for `program`, the LM of its modules that have none of their own."""
+    budget: Budget = Budget()
+
+    @model_validator(mode="after")
+    def _endpoint_is_known(self) -> "Teacher":
+        if self.kind == "endpoint" and self.endpoint is None:
+            raise ValueError("kind is 'endpoint', so 'endpoint' must name its model and base_url")
+        return self
+
+
 class Lora(Section):
     r: Positive = 16
     alpha: Positive = 32
