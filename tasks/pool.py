@@ -67,7 +67,7 @@ def select(
     rows = [row for part in scored for row in read_scores(part.folder / SCORES)]
     rows, pool = _route(rows, pool, settings, round_number + 1)
     rollouts = [rollout for shard in shards for rollout in read_rollouts(shard.folder)]
-    chosen = [rollout for rollout in rollouts if rollout.example_id in set(kept)]
+    chosen = [rollout for rollout in rollouts if rollout.example_id in kept]
     seed = derive(settings.seed, "groups", round_number)
     groups = make_groups(chosen, settings.weights.groups, settings.rewards, seed)
     write_rollouts(rollouts, folder)
