@@ -24,7 +24,19 @@ from twofold.settings import Settings, load
 
 REPORTS = Path("reports")
 COLUMNS = ("score", "ci_low", "ci_high", "n", "format_rate", *SPENT)
-CURVES = ("reward", "dev/score", "groups_all_equal_share", "kl")
+CURVES = (
+    "reward",
+    "dev/score",
+    "groups_all_equal_share",
+    "kl",
+    "visited/keep",
+    "visited/too_hard",
+    "visited/solved",
+    "visited/flat",
+    "pool/active",
+    "drawn",
+    "spent/rollouts",
+)
 """Columns of reports/rounds.csv beside strategy, step and round."""
 
 

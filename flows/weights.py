@@ -1,19 +1,23 @@
 """Step `w` of a strategy: mmGRPO on the weights, under the program as it is.
 
 One round: collect rollouts with the newest weights, group them, update the weights. Every few rounds, evaluate on dev.
+Which inputs a round trains on, `pool.py` says.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.sampling import Made, collect_for_training, evaluate_on, ids_of, on_dev, spent_on
+from flows.pool import next_batch, pooled_batch
+from flows.sampling import Made, evaluate_on, on_dev, spent_on
 from tasks.candidate import Candidate
-from tasks.group import GROUPS, group
+from tasks.group import GROUPS
+from tasks.pool import POOL
+from tasks.score import SCORES
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from tasks.train import train
-from twofold.plan import examples_of_round
 from twofold.records import read_groups, read_rollouts, write_groups, write_rollouts
+from twofold.scores import read_scores, write_scores
 from twofold.settings import Settings
 
 
@@ -54,32 +58,34 @@ def train_weights(
         _track(run, done)
     spent = {name: sum(done.spent[name] for done in rounds) for name in rounds[0].spent}
     history = [{"round": done.number, **done.metrics} for done in rounds]
-    return Made(evaluated, spent, history, {"records": _records(folder / "records", rounds)})
+    records = {"records": _records(folder / "records", rounds)}
+    if settings.scaffold:
+        _add_scores(folder / "records", rounds)
+        records[POOL] = rounds[-1].checkpoint.folder / POOL
+    return Made(evaluated, spent, history, records)
 
 
 def train_round(
     folder: Path, settings: Settings, candidate: Candidate, data: Manifest, number: int, round_number: int
 ) -> Round:
     """One round from the candidate's checkpoint to the next, with an evaluation on dev when it is time for one."""
-    weights = settings.weights
-    examples = examples_of_round(ids_of(data, "train"), weights.examples_per_round, round_number, settings.seed)
-    names = ["weights", number, round_number]
-    collected = collect_for_training(folder, settings, candidate, data, examples, names)
-    grouped = group(folder / "groups", settings=settings, shards=collected, round_number=round_number)
+    find_batch = pooled_batch if settings.scaffold else next_batch
+    batch = find_batch(folder, settings, candidate, data, number, round_number)
     checkpoint = train(
         folder / "checkpoint",
         settings=settings,
         candidate=candidate,
         data=data,
-        grouped=grouped,
+        grouped=batch.grouped,
         round_number=round_number,
     )
     done = round_number + 1
     dev = None
-    if done % settings.evaluate.every == 0 or done == weights.rounds:
+    if done % settings.evaluate.every == 0 or done == settings.weights.rounds:
         dev = evaluate_on("dev", folder / "dev", settings, replace(candidate, checkpoint=checkpoint), data)
-    spent = spent_on([*collected, *([dev] if dev else [])], [grouped, checkpoint])
-    return Round(done, grouped, checkpoint, spent, dev)
+    sampled = [*batch.collected, *([dev] if dev else [])]
+    spent = spent_on(sampled, [*batch.worked, batch.grouped, checkpoint])
+    return Round(done, batch.grouped, checkpoint, spent, dev)
 
 
 def _records(folder: Path, rounds: list[Round]) -> Path:
@@ -89,9 +95,21 @@ def _records(folder: Path, rounds: list[Round]) -> Path:
     return folder
 
 
+def _add_scores(folder: Path, rounds: list[Round]) -> None:
+    write_scores([one for done in rounds for one in read_scores(done.grouped.folder / SCORES)], folder / SCORES)
+
+
 def _track(run: StageRun, done: Round) -> None:
     model = run.log_checkpoint(done.checkpoint, done.number, {"round": str(done.number)})
     run.log(done.metrics, done.number, model)
-    dev = f", dev {done.dev.metrics['score']:.3f}" if done.dev else ""
-    seconds = done.spent["seconds"]
-    print(f"round {done.number}: reward {done.grouped.metrics['reward']:.3f}{dev}, {seconds:.0f} s", flush=True)
+    print(f"round {done.number}: {_said(done)}, {done.spent['seconds']:.0f} s", flush=True)
+
+
+def _said(done: Round) -> str:
+    found = done.grouped.metrics
+    said = [f"reward {found['reward']:.3f}" if "reward" in found else "no input to draw"]
+    if "kept" in found:
+        said.append(f"kept {found['kept']:.0f} of {found['drawn']:.0f} drawn")
+    if done.dev:
+        said.append(f"dev {done.dev.metrics['score']:.3f}")
+    return ", ".join(said)

@@ -8,8 +8,8 @@ import dspy
 from transformers.utils import logging
 
 from tasks.step import Manifest
-from twofold import policy, programs
-from twofold.records import SHARED
+from twofold import digests, policy, programs
+from twofold.records import BASE_POLICY, SHARED
 from twofold.sampling.local import LocalEngine
 from twofold.settings import Settings
 from twofold.trainer import Trainer
@@ -37,6 +37,14 @@ class Candidate:
     def adapters(self) -> dict[str, Path]:
         """Folders of the adapters, by module or for all modules; none for the base model."""
         return policy.adapters_in(self.checkpoint.folder) if self.checkpoint else {}
+
+    @property
+    def policy(self) -> str:
+        """One name for the weights: `base`, the digest of the adapter, or one digest of the adapters of all modules."""
+        names = {name: policy.digest(folder) for name, folder in self.adapters.items()}
+        if len(names) > 1:
+            return digests.short(digests.of_json(names))
+        return next(iter(names.values()), BASE_POLICY)
 
     def open_engine(self, settings: Settings) -> tuple[LocalEngine, dict[str, str]]:
         """An engine that can answer for this candidate, and the policies to ask it for, by adapter."""

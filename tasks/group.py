@@ -21,13 +21,16 @@ def group(folder: Path, *, settings: Settings, shards: list[Manifest], round_num
     groups = make_groups(rollouts, settings.weights.groups, settings.rewards, seed)
     write_rollouts(rollouts, folder)
     write_groups(groups, folder / GROUPS)
-    return {"reward": fmean(rollout.reward for rollout in rollouts), **_channels(rollouts), **account(rollouts, groups)}
+    return {**means(rollouts), **account(rollouts, groups)}
 
 
-def _channels(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean of each channel of the metric; a failed rollout has none and counts 0."""
+def means(rollouts: list[Rollout]) -> dict[str, float]:
+    """Mean reward, and mean of each channel of the metric, where a failed rollout counts 0; of no rollouts nothing."""
+    if not rollouts:
+        return {}
     sums: dict[str, float] = defaultdict(float)
     for rollout in rollouts:
         for name, value in rollout.channels.items():
             sums[name] += value
-    return {name: total / len(rollouts) for name, total in sums.items()}
+    channels = {name: total / len(rollouts) for name, total in sums.items()}
+    return {"reward": fmean(rollout.reward for rollout in rollouts), **channels}

@@ -11,8 +11,10 @@ import yaml
 
 from tests.tiny import PIPELINE, SETTINGS, make_model
 from twofold.cli import main
+from twofold.eps import score
 from twofold.plan import examples_of_round, prompt_tokens, work
-from twofold.settings import Settings
+from twofold.pool import new_pool, visit, write_pool
+from twofold.settings import Eps, Pooling, Settings
 
 
 @pytest.fixture
@@ -133,6 +135,81 @@ def test_work_by_hand() -> None:
     assert [one.calls for one in planned] == [12, 72, 24, 72, 24, 45]
     assert planned[1].tokens_in == 720
     assert planned[1].tokens_out == 72 * 6
+
+
+def test_work_with_a_pool_by_hand() -> None:
+    scaffold = {"pool": {"max_draws": 5, "reserve_every": 4, "recheck_every": 3}}
+    changes = {"scaffold": scaffold, "strategies": {"weights": ["w"]}}
+    weights = {**SETTINGS["weights"], "rounds": 9}
+    settings = Settings.model_validate(SETTINGS | changes | {"weights": weights})
+    planned = work(settings, {"train": 20, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
+    # 9 rounds draw 5 of 4 rollouts each. All 20 examples may be in reserve in rounds 4 and 8; or solved in round 1, and
+    # due in rounds 4 and 7.
+    assert [one.rollouts for one in planned] == [4, 9 * 5 * 4, (2 + 2) * 20 * 4, 5 * 4, 5]
+    assert "at most" in planned[1].what
+    few = work(settings, {"train": 2, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
+    assert few[1].rollouts == 9 * 2 * 4
+
+
+@pytest.fixture
+def pooled(tmp_path: Path) -> Path:
+    """A folder with a pool of three prompts: in round 1 `a` was too hard, in round 2 `[b]` was solved."""
+    pool, eps = new_pool(["a", "[b]", "c"]), Eps(visits_before_teacher=1)
+    for number, (name, rewards) in enumerate([("a", [0.0, 0.0]), ("[b]", [1.0, 1.0])], 1):
+        pool = visit(pool, number, {name: score(rewards, eps, "base", "v1")}, eps, Pooling(max_depth=0))
+    write_pool(pool, tmp_path / "pool")
+    return tmp_path / "pool"
+
+
+def cells(shown: str) -> list[list[str]]:
+    """The rows of a table on a terminal."""
+    return [line.replace("│", " ").split() for line in shown.splitlines() if line.startswith("│")]
+
+
+def test_pool_show(pooled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pool", "show", str(pooled)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 active, 1 reserve, 1 solved" in shown
+    assert cells(shown) == [
+        ["a", "reserve", "1", "1", "too_hard", "0.000", "0.000"],
+        ["[b]", "solved", "1", "2", "solved", "0.000", "1.000"],
+        ["c", "active", "0"],
+    ]
+    assert main(["pool", "show", str(pooled), "--round", "1"]) == 0
+    assert "2 active, 1 reserve" in capsys.readouterr().out
+    assert main(["pool", "show", str(pooled), "--round", "0"]) == 0
+    assert "3 active" in capsys.readouterr().out
+
+
+def test_pool_diff(pooled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pool", "diff", str(pooled), str(pooled), "--round-a", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "prompts that differ: 1" in shown
+    assert cells(shown) == [["[b]", "active", "solved"]]
+    assert main(["pool", "diff", str(pooled), str(pooled), "--round-a", "2", "--round-b", "0"]) == 0
+    assert cells(capsys.readouterr().out) == [["a", "reserve", "active"], ["[b]", "solved", "active"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "none"], "none/prompts.parquet is missing"),
+        (["show", "pool", "--round", "3"], "nothing is logged for round 3. Name one from 0, before the first, to 2."),
+        (["diff", "pool", "pool", "--round-b", "-1"], "nothing is logged for round -1"),
+    ],
+)
+def test_errors_about_pools_are_said_in_words(
+    pooled: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(pooled.parent)
+    assert main(["pool", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
 
 
 def test_work_of_prompt_optimization_by_hand() -> None:

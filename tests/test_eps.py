@@ -169,6 +169,14 @@ def test_examples_are_scored_by_accuracy_and_not_by_the_reward_mixed_with_format
     assert [accuracy(r) for r in rollouts] == [0, 1, 0, 0]
 
 
+def test_failures_of_different_kinds_keep_no_input_that_nobody_solved():
+    failed = [rollout("x", 0, -0.5, status="parse_error"), rollout("x", 1, -0.1, status="parse_error")]
+    wrong = rollout("x", 2, 0.0, channels={"accuracy": 0.0})
+    found = score_examples([*failed, wrong], Eps(), "base", "v1")["x"]
+    assert (found.value, found.mean, verdict(found, Eps())) == (0, 0, "too_hard")
+    assert accuracy(rollout("x", 3, -0.5, status="timeout", channels={"accuracy": 0.25})) == 0.25
+
+
 def test_an_example_that_cannot_be_scored_is_named():
     with pytest.raises(ValueError, match="example lone: rewards of shape"):
         score_examples([rollout("x", 0, 1.0), rollout("x", 1, 1.0), rollout("lone", 0, 1.0)], Eps(), "base", "v1")

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from twofold.errors import SettingsError
-from twofold.settings import Rewards, Settings, load
+from twofold.settings import Pooling, Rewards, Scaffold, Settings, load
 
 
 def written(folder: Path, text: str) -> Path:
@@ -38,6 +38,11 @@ def test_an_empty_file_has_the_defaults(tmp_path):
         ("weights:\n  rounds: 0\n", r":2: weights\.rounds: .*greater than or equal to 1 \(found 0\)"),
         ("seed: 1\nweights:\n  lora: {r: x}\n", r":3: weights\.lora\.r: .*integer.*\(found 'x'\)"),
         ("weights:\n  draw: {temperature: .nan}\n", r":2: weights\.draw\.temperature: .*finite"),
+        ("scaffold: {arm: whole}\n", r":1: scaffold\.arm: .*'filter_only' or 'random_routing' \(found 'whole'\)"),
+        (
+            "scaffold:\n  pool: {max_draw: 3}\n",
+            r":2: unknown key 'scaffold\.pool\.max_draw'\. Did you mean 'max_draws'",
+        ),
         ("sampling: {adapter: xlm}\n", r":1: sampling\.adapter: .*'plain', 'chat', 'json' or 'xml'"),
         ("sampling: {context: 10, max_tokens: 10}\n", r"max_tokens must be smaller than sampling\.context"),
         ("- a\n", r":1: settings: "),
@@ -79,6 +84,18 @@ def test_settings_cannot_be_changed():
 def test_likely_mistakes_are_warned_of(weights, word):
     [warning] = Settings.model_validate({"weights": weights}).warnings()
     assert word in warning
+
+
+def test_too_few_draws_for_a_batch_are_warned_of():
+    draws = {"pool": {"max_draws": 7}}
+    [warning] = Settings.model_validate({"scaffold": draws, "weights": {"examples_per_round": 8}}).warnings()
+    assert "scaffold.pool.max_draws is 7: no round can keep the 8 inputs" in warning
+    assert not Settings.model_validate({"scaffold": draws, "weights": {"examples_per_round": 7}}).warnings()
+
+
+def test_arms_without_a_teacher_queue_nothing_for_one():
+    found = Scaffold(pool=Pooling(max_draws=9, max_depth=3)).pooling
+    assert (found.max_draws, found.max_depth) == (9, 0)
 
 
 def test_rewards_of_failures():

@@ -82,6 +82,7 @@ SETTINGS = {
         "validation_share": 0.5,
         "proposal_tokens": 12,
     },
+    "scaffold": None,
     "strategies": {"vanilla": [], "prompts": ["p"], "weights": ["w"], "together": ["p", "w"]},
     "weights": {
         "rounds": 3,

@@ -1,4 +1,4 @@
-"""The command `twofold`: what a person asks before a run."""
+"""The command `twofold`: what a person asks before and after a run."""
 
 import argparse
 import sys
@@ -22,10 +22,13 @@ def main(arguments: list[str] | None = None) -> int:
     preset_parser.add_argument("task", help="such as helpdesk")
     preset_parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
     preset_parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
+    _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))
     options = parser.parse_args(arguments)
     try:
         if options.command == "check":
             check(options.params)
+        elif options.command == "pool":
+            look_at_pool(options)
         else:
             write_preset(options.task, options.model, options.out)
     except TwofoldError as error:
@@ -76,6 +79,27 @@ def write_preset(task: str, model: str, path: Path) -> None:
             f"{path}: {error.strerror}. Name another file with --out, or move this one away."
         ) from error
     print(f"{path}: {task} with {model}. Look it over with: twofold check --params {path}")
+
+
+def look_at_pool(options: argparse.Namespace) -> None:
+    """Print a pool, or what differs between two."""
+    from twofold import pool_view
+
+    if options.action == "show":
+        pool_view.show(options.folder, options.round)
+    else:
+        pool_view.show_difference(options.a, options.b, options.round_a, options.round_b)
+
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True)
+    show = actions.add_parser("show", help="every prompt, its state and its last visit")
+    show.add_argument("folder", type=Path, help="such as outputs/weights/0-w/pool")
+    show.add_argument("--round", type=int, help="as it was after this round (default: the last)")
+    diff = actions.add_parser("diff", help="the prompts whose state differs between two pools")
+    for name in ("a", "b"):
+        diff.add_argument(name, type=Path, help="folder of a pool")
+        diff.add_argument(f"--round-{name}", type=int, help=f"{name} as it was after this round (default: the last)")
 
 
 def _show(planned: "list[Work]") -> None:

@@ -123,8 +123,11 @@ def score_groups(groups: Sequence[Group], settings: Eps, policy: str, metric: st
 
 
 def accuracy(rollout: Rollout) -> float:
-    """The channel that is scored: `accuracy` where the metric named one, else the reward."""
-    return rollout.channels.get("accuracy", rollout.reward)
+    """The channel that is scored: `accuracy` where the metric named one, else the reward; of a failed rollout, 0.
+
+    The rewards of failures in the settings differ by kind, and would keep an input that nobody solved.
+    """
+    return rollout.channels.get("accuracy", rollout.reward if rollout.status == "ok" else FAILED)
 
 
 def verdict(found: Score, settings: Eps) -> Verdict:

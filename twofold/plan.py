@@ -80,8 +80,15 @@ def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, i
     weights = settings.weights
     per_step = min(weights.examples_per_round, sizes["train"])
     evaluations = -(-weights.rounds // settings.evaluate.every)
-    per_round = per_step * weights.rollouts_per_example
-    yield f"{weights.rounds} rounds x {per_step} x {weights.rollouts_per_example}", weights.rounds * per_round
+    per_example, rounds = weights.rollouts_per_example, weights.rounds
+    if settings.scaffold:
+        pool = settings.scaffold.pool
+        draws = min(pool.max_draws, sizes["train"])
+        looks = rounds // pool.reserve_every + (rounds - 1) // pool.recheck_every
+        yield f"at most {rounds} rounds x {draws} drawn x {per_example}", rounds * draws * per_example
+        yield f"at most {looks} x train due x {per_example}", looks * sizes["train"] * per_example
+    else:
+        yield f"{rounds} rounds x {per_step} x {per_example}", rounds * per_step * per_example
     yield f"{evaluations} x dev", evaluations * sizes["dev"]
 
 

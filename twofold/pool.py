@@ -38,6 +38,7 @@ import pyarrow as pa
 
 from twofold.eps import Action, Score, Verdict, route, verdict
 from twofold.records import read_table, write_table
+from twofold.scores import SCORE_COLUMNS
 from twofold.seeds import derive
 from twofold.settings import Eps, Pooling
 
@@ -241,6 +242,13 @@ def due(pool: Pool, round_number: int, settings: Pooling) -> tuple[str, ...]:
     return tuple(pool.ids[at] for at in np.flatnonzero(chosen))
 
 
+def actions(pool: Pool, scores: Mapping[str, Score], eps: Eps) -> dict[str, Action]:
+    """What `visit` would do with each prompt for its score; raises `ValueError` for one that was never in the pool."""
+    _check_known(pool, scores)
+    misses = pool.table["misses"]
+    return {name: _action(score, misses[pool.positions[name]], eps) for name, score in scores.items()}
+
+
 def visit(pool: Pool, round_number: int, scores: Mapping[str, Score], eps: Eps, settings: Pooling) -> Pool:
     """Take in the scores of prompts that were drawn or due, by prompt (rules 2, 3, 6, 9).
 
@@ -319,20 +327,6 @@ _PROMPTS = pa.schema(
     ]
 )
 
-_SCORE = pa.struct(
-    [
-        ("value", pa.float64()),
-        ("n", pa.int32()),
-        ("beta", pa.float64()),
-        ("tau", pa.float64()),
-        ("mean", pa.float64()),
-        ("policy", pa.string()),
-        ("metric", pa.string()),
-        ("p_low", pa.float64()),
-        ("p_high", pa.float64()),
-    ]
-)
-
 _LOG = pa.schema(
     [
         ("round", pa.int32()),
@@ -344,7 +338,7 @@ _LOG = pa.schema(
         ("depth", pa.int16()),
         ("turns", pa.int32()),
         ("verdict", pa.string()),
-        ("score", _SCORE),
+        ("score", pa.struct(SCORE_COLUMNS)),
         ("teacher", pa.string()),
         ("prompt_version", pa.string()),
         ("checks", pa.list_(pa.string())),
@@ -411,7 +405,7 @@ def _visit(draft: "_Draft", at: int, score: Score, eps: Eps, settings: Pooling) 
     if before not in _VISITED:
         draft.move(at, before, "late", verdict=said, score=score)
         return
-    action = route(said, 1 + int(draft.table["misses"][at]), eps)
+    action = _action(score, draft.table["misses"][at], eps)
     depth = draft.table["depth"][at]
     after = _after(before, action, may_ask=depth < settings.max_depth)
     draft.move(at, after, "score", verdict=said, score=score)
@@ -419,6 +413,10 @@ def _visit(draft: "_Draft", at: int, score: Score, eps: Eps, settings: Pooling) 
         draft.dismiss_scaffolds(at)
     if before != "reserve" == after and depth:
         draft.doubt(at)
+
+
+def _action(score: Score, misses: int, eps: Eps) -> Action:
+    return route(verdict(score, eps), 1 + int(misses), eps)
 
 
 def _after(before: State, action: Action, may_ask: bool) -> State:

@@ -236,6 +236,20 @@ class Teacher(Section):
         return self
 
 
+class Scaffold(Section):
+    """Which inputs a round trains on, chosen by what they still teach; see `eps.py` and `pool.py`."""
+
+    arm: Literal["filter_only", "random_routing"] = "filter_only"
+    """`filter_only` trains on inputs whose rollouts differ. `random_routing` keeps as many, but any: an ablation."""
+    eps: Eps = Eps()
+    pool: Pooling = Pooling()
+
+    @property
+    def pooling(self) -> Pooling:
+        """`pool`, for arms that have no teacher: nothing is queued for one."""
+        return self.pool.model_copy(update={"max_depth": 0})
+
+
 class Lora(Section):
     r: Positive = 16
     alpha: Positive = 32
@@ -309,6 +323,8 @@ class Settings(Section):
     evaluate: Evaluate = Evaluate()
     prompts: Prompts = Prompts()
     weights: Weights = Weights()
+    scaffold: Scaffold | None = None
+    """How rounds of training choose their inputs; null trains on each in turn."""
     strategies: dict[Name, tuple[Step, ...]] = {
         "vanilla": (),
         "prompts": ("p",),
@@ -341,6 +357,12 @@ class Settings(Section):
             found.append(
                 f"weights.loss.epsilon_high is {self.weights.loss.epsilon_high}: cispo caps the probability ratio "
                 "itself at this value, so nearly every token would be capped. The paper's value is 5."
+            )
+        wanted = self.weights.examples_per_round
+        if self.scaffold and self.scaffold.pool.max_draws < wanted:
+            found.append(
+                f"scaffold.pool.max_draws is {self.scaffold.pool.max_draws}: no round can keep the {wanted} inputs "
+                "that weights.examples_per_round asks for. Use at least as many draws."
             )
         if self.weights.lora.dropout:
             found.append(

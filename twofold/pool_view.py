@@ -1,0 +1,66 @@
+"""What a person sees of a pool: its prompts with their states, and what changed between two pools."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from twofold.errors import RecordError
+from twofold.pool import Pool, Transition, at_round, counts, diff, read_pool
+
+
+def show(folder: Path, round_number: int | None) -> None:
+    """Print how many prompts are in each state, and every prompt in the pool with its last visit.
+
+    Args:
+        folder: where a pool was written, such as outputs/weights/0-w/pool.
+        round_number: shows the pool as it was after this round, from 1; 0 is before the first, None is now.
+
+    Raises:
+        RecordError: there is no pool in the folder, or it logged nothing in or after the round.
+    """
+    pool = _read(folder, round_number)
+    visits = {row.prompt_id: row for row in pool.log if row.cause == "score"}
+    table = Table("prompt", "state", "turns", "round", "verdict", "score", "mean", title=_sizes(pool))
+    for prompt_id, state in pool.states().items():
+        if state:
+            turns = pool.table["turns"][pool.positions[prompt_id]]
+            table.add_row(escape(prompt_id), state, str(turns), *_visit(visits.get(prompt_id)))
+    _print(table)
+
+
+def show_difference(a: Path, b: Path, round_a: int | None, round_b: int | None) -> None:
+    """Print every prompt whose state in pool `b` is not what it was in pool `a`; arguments and errors as of `show`."""
+    before, after = _read(a, round_a), _read(b, round_b)
+    changes = diff(before, after)
+    table = Table("prompt", "before", "after", title=f"prompts that differ: {len(changes)}")
+    for change in changes:
+        table.add_row(escape(change.prompt_id), change.before or "-", change.after or "-")
+    _print(table)
+
+
+def _read(folder: Path, round_number: int | None) -> Pool:
+    pool = read_pool(folder)
+    last = pool.log[-1].round if pool.log else 0
+    if round_number is None:
+        return pool
+    if not 0 <= round_number <= last:
+        raise RecordError(
+            f"{folder}: nothing is logged for round {round_number}. Name one from 0, before the first, to {last}."
+        )
+    return at_round(pool, round_number)
+
+
+def _sizes(pool: Pool) -> str:
+    return ", ".join(f"{count} {state}" for state, count in counts(pool).items() if count)
+
+
+def _visit(row: Transition | None) -> tuple[str, ...]:
+    if row is None or row.score is None:
+        return ("", "", "", "")
+    return str(row.round), str(row.verdict), f"{row.score.value:.3f}", f"{row.score.mean:.3f}"
+
+
+def _print(table: Table) -> None:
+    Console(width=None if Console().is_terminal else 120).print(table)
