@@ -49,21 +49,22 @@ def compare(params: str) -> None:
     outputs = {name: stage.published(name) for name in settings.strategies}
     inputs = {"data": data.digest, "model": model.digest, "pipeline": pipeline.digest}
     work = stage.work_folder("compare", settings, inputs | {name: made.digest for name, made in outputs.items()})
-    tests, table = {}, {}
+    tests, table, steps = {}, {}, {}
     for name, made in outputs.items():
         program, checkpoint = made.part("program"), made.part("checkpoint")
         candidate = Candidate(
             settings.pipeline, pipeline.digest, program, model, checkpoint if checkpoint.outputs else None
         )
         tests[name] = evaluate_on("test", work / name, settings, candidate, data)
-        table[name] = _row(tests[name], read_json(made.folder / "metrics.json"))
+        metrics = read_json(made.folder / "metrics.json")
+        table[name], steps[name] = _row(tests[name], metrics), metrics["steps"]
         tracking.log_test(name, settings, data.digest, {f"test/{column}": table[name][column] for column in COLUMNS})
-    report = {"strategies": table, "differences": _differences(tests, settings)}
+    report = {"strategies": table, "steps": steps, "differences": _differences(tests, settings)}
     _write(report, outputs)
     _publish(report)
 
 
-def _row(test: Manifest, made: dict[str, float]) -> dict[str, float]:
+def _row(test: Manifest, made: dict[str, Any]) -> dict[str, float]:
     """A strategy's score on test, and all it cost: its steps and this evaluation."""
     found = {name: test.metrics.get(name, 0.0) for name in COLUMNS}
     return {**found, **{name: found[name] + made[name] for name in SPENT}}
@@ -137,6 +138,12 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         f"{name}: {found['difference']:+.3f} (95% interval {found['ci_low']:+.3f} to {found['ci_high']:+.3f}, "
         f"n = {found['n']})"
         for name, found in report["differences"].items()
+    ] + [
+        f"{name}: step {step} was undone: {found['difference']:+.3f} on dev (standard error "
+        f"{found['standard_error']:.3f}, n = {found['n']})"
+        for name, steps in report["steps"].items()
+        for step, found in steps.items()
+        if not found["kept"]
     ]
 
 

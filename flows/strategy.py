@@ -1,16 +1,19 @@
 """Stage `strategy`: a sequence of steps from the program as it was written to a better one.
 
 1. The vanilla program is evaluated on dev.
-2. Each step starts from the best candidate so far by dev score: `p` optimizes its prompts, `w` trains its weights.
-3. The best candidate of all is the strategy's result. Of equal ones the earliest is best. Test is never looked at.
+2. A step makes candidates from the program it begins with: `p` optimizes its prompts, `w` trains its weights.
+3. Its best candidate on dev goes on, if the step pays: it must score above what the step began with by more than the
+   standard error of their difference, paired by example. Else the step is undone, and the next begins where it began.
+4. What is left after the last step is the strategy's result. Test is never looked at.
 
 What two strategies begin with in common runs once: their steps have the same keys.
 """
 
 import argparse
 import csv
+import dataclasses
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,17 @@ from flows.weights import train_weights
 from tasks import stage, tracking
 from tasks.candidate import Candidate
 from tasks.step import Manifest, publish
+from twofold import evaluation
 from twofold.errors import SettingsError
+from twofold.evaluation import Gain
 from twofold.programs import STATE, load_pipeline, save_state
-from twofold.records import write_json
-from twofold.settings import Settings, load
+from twofold.records import read_rollouts, write_json
+from twofold.settings import load
 
 STEPS = {"p": optimize_prompts, "w": train_weights}
+
+Evaluated = tuple[Candidate, Manifest]
+"""A candidate and its evaluation on dev."""
 
 
 @flow(name="strategy", flow_run_name="{name}")
@@ -43,31 +51,47 @@ def strategy(params: str, name: str) -> None:
     save_state(pipeline.program(), work / "program" / STATE)
     vanilla = Candidate(settings.pipeline, pipeline.digest, Manifest.of(work / "program"), model)
     with tracking.stage_run(name, settings, data.digest) as run:
-        made = [_vanilla(work / "vanilla", settings, vanilla, data, run)]
+        # The same for all strategies, and no part of what any of them costs.
+        chosen = (vanilla, evaluate_on("dev", work / "vanilla", settings, vanilla, data))
+        run.log(on_dev(chosen[1]))
+        done: list[Done] = []
         for place, step in enumerate(settings.strategies[name]):
-            start, _ = best(made)
             number = settings.strategies[name][:place].count(step)
-            made.append(STEPS[step](work / f"{place}-{step}", settings, start, data, run, number))
+            made = STEPS[step](work / f"{place}-{step}", settings, chosen[0], data, run, number)
+            chosen, gain = go_on(chosen, made)
+            done.append(Done(f"{place}-{step}", made, gain))
+            print(done[-1].said, flush=True)
             run = replace(run, offset=run.offset + (settings.weights.rounds if step == "w" else 1))
-    chosen, dev = best(made)
-    _write_out(work / "out", settings.strategies[name], made, chosen, dev)
+    _write_out(work / "out", done, *chosen)
     publish(work / "out", Path("outputs") / name)
-    print(f"{name} on dev: {dev.metrics['score']:.3f}")
+    print(f"{name} on dev: {chosen[1].metrics['score']:.3f}")
 
 
-def best(made: list[Made]) -> tuple[Candidate, Manifest]:
-    """The candidate with the highest dev score; all were evaluated on the same examples."""
-    return max((found for step in made for found in step.candidates), key=lambda found: found[1].metrics["score"])
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was carried out."""
+
+    name: str
+    """Its place and kind, such as `0-p`."""
+    made: Made
+    gain: Gain
+    """Of its best candidate, on dev, over what it began with."""
+
+    @property
+    def said(self) -> str:
+        end = "goes on" if self.gain.pays else "is undone"
+        gain = f"{self.gain.difference:+.3f} on dev, standard error {self.gain.standard_error:.3f}"
+        return f"step {self.name} {end}: {gain}, n = {self.gain.n}"
 
 
-def _vanilla(folder: Path, settings: Settings, candidate: Candidate, data: Manifest, run: tracking.StageRun) -> Made:
-    dev = evaluate_on("dev", folder, settings, candidate, data)
-    run.log(on_dev(dev))
-    # The same for all strategies, and no part of what any of them costs.
-    return Made([(candidate, dev)], dict.fromkeys(SPENT, 0.0), [], {})
+def go_on(start: Evaluated, made: Made) -> tuple[Evaluated, Gain]:
+    """What the next step begins with, and what the step's best candidate brought; of equal ones the first is best."""
+    found = max(made.candidates, key=lambda candidate: candidate[1].metrics["score"])
+    gain = evaluation.gain(read_rollouts(found[1].folder), read_rollouts(start[1].folder))
+    return (found if gain.pays else start), gain
 
 
-def _write_out(folder: Path, steps: tuple[str, ...], made: list[Made], chosen: Candidate, dev: Manifest) -> None:
+def _write_out(folder: Path, steps: list[Done], chosen: Candidate, dev: Manifest) -> None:
     """The stage's output: the chosen candidate and its evaluation, and the history and records of every step."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -75,10 +99,11 @@ def _write_out(folder: Path, steps: tuple[str, ...], made: list[Made], chosen: C
     publish(dev.folder, folder / "dev")
     if chosen.checkpoint:
         publish(chosen.checkpoint.folder, folder / "checkpoint")
-    for place, (step, part) in enumerate(zip(steps, made[1:], strict=True)):
-        _write_step(folder / f"{place}-{step}", part)
-    spent = {name: sum(part.spent[name] for part in made) for name in SPENT}
-    write_json({**spent, "steps": list(steps), "dev": dev.metrics}, folder / "metrics.json")
+    for step in steps:
+        _write_step(folder / step.name, step.made)
+    spent = {name: sum((step.made.spent[name] for step in steps), 0.0) for name in SPENT}
+    gains = {step.name: {**dataclasses.asdict(step.gain), "kept": step.gain.pays} for step in steps}
+    write_json({**spent, "steps": gains, "dev": dev.metrics}, folder / "metrics.json")
 
 
 def _write_step(folder: Path, made: Made) -> None:

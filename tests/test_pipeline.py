@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from flows.sampling import Made
-from flows.strategy import best
+from flows.strategy import go_on
 from tasks.step import Manifest
 from tests.tiny import environment, make_checkout
 from twofold.examples import example_id, read_examples
-from twofold.records import read_checkpoint, read_groups, read_rollouts
+from twofold.records import Rollout, read_checkpoint, read_groups, read_rollouts, write_rollouts
 
 SECRET = "geheim-4711"
 
@@ -207,10 +207,26 @@ def test_failing_step_fails_its_strategy_and_finished_ones_stay(checkout: Path) 
     assert {name: Manifest.of(checkout / "outputs" / name).outputs for name in before} == before
 
 
-def test_best_is_the_earliest_of_the_highest() -> None:
-    def made(*scores: float) -> Made:
-        return Made([(f"scored {score}", Manifest("dev", {}, {"score": score})) for score in scores], {}, [], {})
+def test_a_step_goes_on_only_when_it_pays(tmp_path: Path) -> None:
+    """Ten examples; the standard error of the mean of gains g is sqrt(sum (g - mean)^2 / 9 / 10)."""
 
-    steps = [made(0.2), made(0.4, 0.5, 0.3), made(0.5)]
-    assert best(steps) == steps[1].candidates[1]
-    assert best([made(0.6), *steps])[0] == "scored 0.6"
+    def candidate(name: str, *solved: int) -> tuple[str, Manifest]:
+        rewards = [float(k in solved) for k in range(10)]
+        rollouts = [Rollout(f"{name}/{k}", f"e{k}", 0, "student", (), {}, reward=r) for k, r in enumerate(rewards)]
+        write_rollouts(rollouts, tmp_path / name)
+        return name, Manifest.of(tmp_path / name, {"score": sum(rewards) / 10})
+
+    start = candidate("start", 0, 1, 2)
+    lucky = candidate("lucky", 3, 4, 5, 6)
+    better, as_good = candidate("better", 0, 1, 2, 3, 4), candidate("as-good", 5, 6, 7, 8, 9)
+    # Gains of -1 (three), 1 (four) and 0 (three): mean 0.1, standard error sqrt((7 - 10 * 0.01) / 90) = 0.277.
+    found, gain = go_on(start, Made([lucky], {}, [], {}))
+    assert found == start
+    assert (gain.difference, gain.standard_error, gain.n) == (pytest.approx(0.1), pytest.approx(0.277, abs=1e-3), 10)
+    # Gains of 1 (two) and 0 (eight): mean 0.2, standard error sqrt((2 - 10 * 0.04) / 90) = 0.133.
+    found, gain = go_on(start, Made([lucky, better, as_good], {}, [], {}))
+    assert found == better
+    assert gain.standard_error == pytest.approx(0.133, abs=1e-3)
+    # As good as what it began with, example by example: nothing to go on with.
+    assert go_on(better, Made([better], {}, [], {}))[0] is better
+    assert not go_on(better, Made([candidate("same", 0, 1, 2, 3, 4)], {}, [], {}))[1].pays

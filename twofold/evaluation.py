@@ -7,6 +7,8 @@ Intervals are bootstrap intervals of the mean at 95%, bias-corrected and acceler
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import stdev
 
 import numpy as np
 from scipy.stats import bootstrap
@@ -49,6 +51,24 @@ class Difference:
     n: int
 
 
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a change of a program brought, on the same examples."""
+
+    difference: float
+    standard_error: float
+    """Of the difference; infinite for a single example."""
+    n: int
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is more than one standard error, the rule of Breiman et al. (1984, section 3.4.3).
+
+        Two programs that are equally good differ by less in two of three evaluations.
+        """
+        return self.difference > self.standard_error
+
+
 def score(rollouts: Sequence[Rollout], resamples: int, seed: int) -> Score:
     """Score of these rollouts.
 
@@ -76,6 +96,20 @@ def difference(a: Sequence[Rollout], b: Sequence[Rollout], resamples: int, seed:
     Raises:
         RecordError: there are no rollouts, or the two are not of the same examples.
     """
+    gains = _gains(a, b)
+    low, high = _interval(gains, resamples, seed)
+    return Difference(float(np.mean(gains)), low, high, len(gains))
+
+
+def gain(after: Sequence[Rollout], before: Sequence[Rollout]) -> Gain:
+    """What the change from one program to another brought, paired by example; raises like `difference`."""
+    gains = _gains(after, before)
+    error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else inf
+    return Gain(float(np.mean(gains)), error, len(gains))
+
+
+def _gains(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[float]:
+    """By how much `a` scores above `b`, for each example."""
     first, second = _by_example(a), _by_example(b)
     odd = sorted(first.keys() ^ second.keys())
     if odd:
@@ -83,9 +117,7 @@ def difference(a: Sequence[Rollout], b: Sequence[Rollout], resamples: int, seed:
             f"Only rollouts of the same examples can be compared; {len(odd)} examples are on one side alone, such as "
             f"{', '.join(odd[:3])}. Evaluate both programs on the same split."
         )
-    gains = [mean - second[example] for example, mean in first.items()]
-    low, high = _interval(gains, resamples, seed)
-    return Difference(float(np.mean(gains)), low, high, len(gains))
+    return [mean - second[example] for example, mean in first.items()]
 
 
 def _by_example(rollouts: Sequence[Rollout]) -> dict[str, float]:
