@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dspy
 from transformers.utils import logging
@@ -12,7 +13,9 @@ from twofold import digests, policy, programs
 from twofold.records import BASE_POLICY, SHARED
 from twofold.sampling.local import LocalEngine
 from twofold.settings import Settings
-from twofold.trainer import Trainer
+
+if TYPE_CHECKING:
+    from twofold.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Candidate:
         engine = _engine(self.model.folder, settings)
         return engine, {name: engine.load(folder) for name, folder in self.adapters.items()}
 
-    def open_trainer(self, settings: Settings) -> Trainer:
+    def open_trainer(self, settings: Settings) -> "Trainer":
         """A trainer that goes on from this candidate's weights."""
         shared = settings.weights.adapters == "shared"
         names = (SHARED,) if shared else tuple(programs.modules(self.open_program()))
@@ -71,5 +74,8 @@ def _engine(model: Path, settings: Settings) -> LocalEngine:
 
 
 @lru_cache(maxsize=1)
-def _trainer(model: Path, settings: Settings, adapters: tuple[str, ...]) -> Trainer:
+def _trainer(model: Path, settings: Settings, adapters: tuple[str, ...]) -> "Trainer":
+    # TRL takes seconds to import, and most stages train nothing.
+    from twofold.trainer import Trainer
+
     return Trainer(model, settings, adapters)
