@@ -13,6 +13,7 @@ from typing import Any
 
 import bm25s
 import dspy
+import numpy as np
 
 from pipelines.hover import MultiHop, metric
 from twofold.errors import PipelineError
@@ -43,14 +44,22 @@ class Bm25:
         self.index.index(bm25s.tokenize(self.passages, show_progress=False), show_progress=False)
 
     def __call__(self, query: str, k: int) -> list[str]:
-        """At most k passages that share a word with the query, the best first."""
-        words = bm25s.tokenize([query], return_ids=False, show_progress=False)
-        numbers, scores = self.index.retrieve(words, k=min(k, len(self.passages)), show_progress=False)
-        return [self.passages[n] for n, score in zip(numbers[0], scores[0], strict=True) if score > 0]
+        """At most k passages that share a word with the query, the best first and equal ones in their order."""
+        [words] = bm25s.tokenize([query], return_ids=False, show_progress=False)
+        if not words:
+            return []  # Nothing but stop words and punctuation, which the library cannot score.
+        scores = self.index.get_scores(words)
+        # A stable sort, where the library's own choice of the best leaves the order of equal ones open.
+        return [self.passages[n] for n in np.argsort(-scores, kind="stable")[:k] if scores[n] > 0]
 
 
 def program() -> MultiHop:
-    """HoVer's program as a small model needs it: no reasoning before an answer, and two demos a module."""
+    """HoVer's program as a small model needs it: no reasoning before an answer, and two demos a module.
+
+    Raises:
+        PipelineError: the passages are missing or something else.
+    """
+    _index()  # Made now, and not by the first rollouts all at once.
     hops = MultiHop(_search, HOPS, PASSAGES, dspy.Predict)
     hops.generate_query.demos = [
         dspy.Example(claim=PAINTER, notes=[PAINTED], query="Vincent van Gogh country of birth"),
@@ -67,9 +76,9 @@ def load(settings: object) -> tuple[list[dspy.Example], list[dspy.Example], list
     """The same questions in every run, in the order of their ids' sha256.
 
     Raises:
-        PipelineError: a file is missing or holds something else.
+        PipelineError: a file is missing or something else.
     """
-    rows = sorted(_read("hotpotqa_train.json"), key=lambda row: hashlib.sha256(row["_id"].encode()).digest())
+    rows = sorted(_read("hotpotqa_train.json", list), key=lambda row: hashlib.sha256(row["_id"].encode()).digest())
     # With the passages an answer changes; here the examples change with them, and with these all that is cached.
     corpus = hashlib.sha256("\n".join(_passages()).encode()).hexdigest()[:12]
     examples = [_example(row, corpus) for row in rows[: TRAIN + DEV + TEST]]
@@ -91,14 +100,17 @@ def _index() -> Bm25:
 
 
 def _passages() -> list[str]:
-    return [f"{title} | {''.join(text)}" for title, text in _read("hotpotqa_train_corpus.json").items()]
+    return [f"{title} | {''.join(text)}" for title, text in _read("hotpotqa_train_corpus.json", dict).items()]
 
 
-def _read(name: str) -> Any:
+def _read(name: str, kind: type) -> Any:
     try:
-        return json.loads((DATA / name).read_text(encoding="utf-8"))
+        content = json.loads((DATA / name).read_text(encoding="utf-8"))
+        if not isinstance(content, kind):
+            raise ValueError(f"a {type(content).__name__} instead of a {kind.__name__}")
+        return content
     except (OSError, ValueError) as error:
         raise PipelineError(
             f"{DATA / name} cannot be read ({error}). Put hotpotqa_train.json and hotpotqa_train_corpus.json into "
-            f"{DATA}: they are in the data folder of HippoRAG's early releases (OSU-NLP-Group/HippoRAG on GitHub)."
+            f"{DATA}: they are in the data folder of HippoRAG's early versions (OSU-NLP-Group/HippoRAG on GitHub)."
         ) from error

@@ -134,6 +134,7 @@ def test_bm25_ranks_by_the_words_that_are_shared():
     assert [passage.split(" | ")[0] for passage in search("red fruit", 10)] == ["Cherry", "Apple", "Lemon"]
     assert search("a yellow thing", 2) == [FRUIT[2]]
     assert search("Which MACHINE?", 1) == [FRUIT[3]]
+    assert Bm25(["B | same", "A | same", "C | other"])("same", 3) == ["B | same", "A | same"]
 
 
 @pytest.mark.parametrize("query", ["zebra", "the", "?!", ""])
@@ -268,9 +269,12 @@ def test_hotpotqas_questions_know_their_passages(hotpotqa, folder):
     assert hotpotqa.load(Settings())[0][0].corpus != parts[0][0].corpus
 
 
-def test_hotpotqas_missing_file_is_named(hotpotqa, folder):
+def test_hotpotqas_missing_or_wrong_file_is_named(hotpotqa, folder):
     with pytest.raises(PipelineError, match=r"hotpotqa_train\.json cannot be read.*HippoRAG"):
         hotpotqa.load(Settings())
+    Path("data/hotpotqa/hotpotqa_train_corpus.json").write_text('[{"title": "Apple"}]')
+    with pytest.raises(PipelineError, match=r"hotpotqa_train_corpus\.json .*a list instead of a dict"):
+        hotpotqa.program()
 
 
 def test_hotpotqas_program_searches_its_own_passages(hotpotqa, folder):
