@@ -22,12 +22,15 @@ def main(arguments: list[str] | None = None) -> int:
     preset_parser.add_argument("task", help="such as helpdesk")
     preset_parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
     preset_parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
-    options = parser.parse_args(arguments)
+    export_parser = commands.add_parser("export", help="write a strategy's result as a folder to ship")
+    export_parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    export_parser.add_argument("--strategy", required=True, help="a strategy of the settings that has run")
+    export_parser.add_argument("--merged", action="store_true", help="also write the whole weights, with the adapter")
+    export_parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
+    options = vars(parser.parse_args(arguments))
+    command = {"check": check, "preset": write_preset, "export": export_result}[options.pop("command")]
     try:
-        if options.command == "check":
-            check(options.params)
-        else:
-            write_preset(options.task, options.model, options.out)
+        command(**options)
     except TwofoldError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -62,20 +65,31 @@ def check(params: Path) -> None:
     _warn(settings)
 
 
-def write_preset(task: str, model: str, path: Path) -> None:
+def write_preset(task: str, model: str, out: Path) -> None:
     """Write a settings file; one that is there already is never overwritten."""
     from twofold.errors import SettingsError
     from twofold.presets import as_yaml, preset
 
     text = as_yaml(preset(task, model))
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise SettingsError(
-            f"{path}: {error.strerror}. Name another file with --out, or move this one away."
-        ) from error
-    print(f"{path}: {task} with {model}. Look it over with: twofold check --params {path}")
+        raise SettingsError(f"{out}: {error.strerror}. Name another file with --out, or move this one away.") from error
+    print(f"{out}: {task} with {model}. Look it over with: twofold check --params {out}")
+
+
+def export_result(strategy: str, out: Path, params: Path, merged: bool) -> None:
+    """Write a strategy's result to `out`, and print how to use it."""
+    from transformers.utils import logging
+
+    from twofold.export import export
+
+    # Bars over the loading of weights would be most of what it prints.
+    logging.disable_progress_bar()
+    serve = export(strategy, out, params, merged)
+    print(f"{out}: {strategy}. Its README.md says how to load it with DSPy and transformers. To serve it with vLLM:")
+    print(serve)
 
 
 def _show(planned: "list[Work]") -> None:
