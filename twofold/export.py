@@ -23,6 +23,7 @@ from twofold.examples import read_examples
 from twofold.programs import STATE, Pipeline, load_pipeline, load_state, modules, save_state
 from twofold.records import Checkpoint, read_checkpoint, read_json, write_json
 from twofold.settings import Settings, load
+from twofold.splits import SPLITS
 
 OUTPUTS = Path("outputs")
 DATA = Path("data/prepared")
@@ -211,7 +212,7 @@ def _results(result: Result) -> dict[str, Any]:
     report = read_json(REPORT) if REPORT.is_file() else {"strategies": {}, "differences": {}}
     made = read_json(OUTPUTS / result.strategy / "metrics.json")
     origin = {name: value for name, value in read_json(result.base / models.MANIFEST).items() if name != "files"}
-    splits = {split: DATA / f"{split}.jsonl" for split in ("train", "dev", "test")}
+    splits = {split: DATA / f"{split}.jsonl" for split in SPLITS}
     examples = {split: read_examples(path) for split, path in splits.items()}
     return {
         "strategy": result.strategy,
