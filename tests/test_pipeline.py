@@ -18,6 +18,7 @@ from flows.strategy import go_on
 from tasks.step import Manifest
 from tests.tiny import environment, make_checkout
 from twofold.examples import example_id, read_examples
+from twofold.export import export
 from twofold.records import Rollout, read_checkpoint, read_groups, read_rollouts, write_rollouts
 
 SECRET = "geheim-4711"
@@ -137,6 +138,16 @@ def test_nothing_pickled_and_no_secret_is_left(checkout: Path) -> None:
     assert len(files) > 100
     assert not [path for path in files if path.suffix in {".pkl", ".pickle", ".pt", ".bin"}]
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_every_result_can_be_exported(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stages say of a checkpoint is what an export verifies."""
+    monkeypatch.chdir(checkout)
+    for name in ("vanilla", "prompts", "weights", "together"):
+        export(name, tmp_path / name, Path("params.yaml"))
+    assert "| test |" in (tmp_path / "together/README.md").read_text()
+    assert (tmp_path / "weights/adapter/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 `PlainAdapter` is for small models, which do not follow DSPy's field markers: the task is the system message, demos are
 earlier turns of the chat, and the answer is the bare value. DSPy's own adapters are there by name, set so that every
 answer that does not parse is seen as such, and never hidden by a second request in another format.
+
+`twofold export` ships this file as it is, so it imports nothing of Twofold.
 """
 
 import re

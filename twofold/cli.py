@@ -15,26 +15,52 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 2 for an error that the user can mend."""
     parser = argparse.ArgumentParser(prog="twofold", description="Trains language-model programs.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    check_parser = commands.add_parser("check", help="check settings, data and model, and show the plan of a run")
-    check_parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
-    preset_parser = commands.add_parser("preset", help="write the settings file for a task and a model")
-    preset_parser.add_argument("task", help="helpdesk, banking77, hover or hotpotqa")
-    preset_parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
-    preset_parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
+    commands = parser.add_subparsers(required=True)
+    _add_check(commands.add_parser("check", help="check settings, data and model, and show the plan of a run"))
+    _add_preset(commands.add_parser("preset", help="write the settings file for a task and a model"))
     _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))
-    options = parser.parse_args(arguments)
+    _add_export(commands.add_parser("export", help="write a strategy's result as a folder to ship"))
+    options = vars(parser.parse_args(arguments))
+    run = options.pop("run")
     try:
-        if options.command == "check":
-            check(options.params)
-        elif options.command == "pool":
-            look_at_pool(options)
-        else:
-            write_preset(options.task, options.model, options.out)
+        run(**options)
     except TwofoldError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
+    parser.set_defaults(run=check)
+
+
+def _add_preset(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help="helpdesk, banking77, hover or hotpotqa")
+    parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
+    parser.set_defaults(run=write_preset)
+
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True)
+    show = actions.add_parser("show", help="every prompt, its state and its last visit")
+    show.add_argument("folder", type=Path, help="such as outputs/weights/0-w/pool")
+    show.add_argument("--round", type=int, help="as it was after this round (default: the last)")
+    show.set_defaults(run=show_pool)
+    diff = actions.add_parser("diff", help="the prompts whose state differs between two pools")
+    for name in ("a", "b"):
+        diff.add_argument(name, type=Path, help="folder of a pool")
+        diff.add_argument(f"--round-{name}", type=int, help=f"{name} as it was after this round (default: the last)")
+    diff.set_defaults(run=diff_pools)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    parser.add_argument("--strategy", required=True, help="a strategy of the settings that has run")
+    parser.add_argument("--merged", action="store_true", help="also write the whole weights, with the adapter")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
+    parser.set_defaults(run=export_result)
 
 
 def check(params: Path) -> None:
@@ -65,41 +91,45 @@ def check(params: Path) -> None:
     _warn(settings)
 
 
-def write_preset(task: str, model: str, path: Path) -> None:
+def write_preset(task: str, model: str, out: Path) -> None:
     """Write a settings file; one that is there already is never overwritten."""
     from twofold.errors import SettingsError
     from twofold.presets import as_yaml, preset
 
     text = as_yaml(preset(task, model))
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise SettingsError(
-            f"{path}: {error.strerror}. Name another file with --out, or move this one away."
-        ) from error
-    print(f"{path}: {task} with {model}. Look it over with: twofold check --params {path}")
+        raise SettingsError(f"{out}: {error.strerror}. Name another file with --out, or move this one away.") from error
+    print(f"{out}: {task} with {model}. Look it over with: twofold check --params {out}")
 
 
-def look_at_pool(options: argparse.Namespace) -> None:
-    """Print a pool, or what differs between two."""
+def export_result(strategy: str, out: Path, params: Path, merged: bool) -> None:
+    """Write a strategy's result to `out`, and print how to use it."""
+    from transformers.utils import logging
+
+    from twofold.export import export
+
+    # Bars over the loading of weights would be most of what it prints.
+    logging.disable_progress_bar()
+    serve = export(strategy, out, params, merged)
+    print(f"{out}: {strategy}. Its README.md says how to load it with DSPy and transformers. To serve it with vLLM:")
+    print(serve)
+
+
+def show_pool(folder: Path, round: int | None) -> None:
+    """Print a pool."""
     from twofold import pool_view
 
-    if options.action == "show":
-        pool_view.show(options.folder, options.round)
-    else:
-        pool_view.show_difference(options.a, options.b, options.round_a, options.round_b)
+    pool_view.show(folder, round)
 
 
-def _add_pool(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True)
-    show = actions.add_parser("show", help="every prompt, its state and its last visit")
-    show.add_argument("folder", type=Path, help="such as outputs/weights/0-w/pool")
-    show.add_argument("--round", type=int, help="as it was after this round (default: the last)")
-    diff = actions.add_parser("diff", help="the prompts whose state differs between two pools")
-    for name in ("a", "b"):
-        diff.add_argument(name, type=Path, help="folder of a pool")
-        diff.add_argument(f"--round-{name}", type=int, help=f"{name} as it was after this round (default: the last)")
+def diff_pools(a: Path, b: Path, round_a: int | None, round_b: int | None) -> None:
+    """Print what differs between two pools."""
+    from twofold import pool_view
+
+    pool_view.show_difference(a, b, round_a, round_b)
 
 
 def _show(planned: "list[Work]") -> None:

@@ -19,3 +19,7 @@ class ModelError(TwofoldError):
 
 class PipelineError(TwofoldError):
     """A pipeline's file is missing or does not give what it must."""
+
+
+class ExportError(TwofoldError):
+    """A strategy's result cannot be exported."""

@@ -22,6 +22,7 @@ from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import AdapterParseError
 
 from twofold import digests
+from twofold.local_lm import messages, refuse_unsupported
 from twofold.records import BASE_POLICY, Call
 from twofold.sampling import Completion, Engine, Refusal, SampleRequest
 from twofold.seeds import derive
@@ -74,7 +75,7 @@ class ModuleEngine:
             raise RuntimeError(
                 f"Module '{self.module}' was called outside of a rollout; run it under `recording(...)`."
             )
-        _refuse_unsupported(request)
+        refuse_unsupported(request)
         wanted = self._wanted(request, recorder)
         answer = recorder.sample(wanted)
         if isinstance(answer, Refusal):
@@ -84,7 +85,7 @@ class ModuleEngine:
 
     def _wanted(self, request: lm15.Request, recorder: "Recorder") -> SampleRequest:
         config = request.config
-        prompt_ids = tuple(self.engine.encode(_messages(request)))
+        prompt_ids = tuple(self.engine.encode(messages(request)))
         return SampleRequest(
             prompt_ids=prompt_ids,
             seed=recorder.next_seed(self.module, prompt_ids),
@@ -261,40 +262,6 @@ def _place(entry: _Entry) -> tuple[Any, ...]:
     if not entry.concurrent:
         return (entry.section, 0)
     return (entry.section, 1, entry.call.module, entry.call.prompt_ids, entry.call.seed)
-
-
-def _refuse_unsupported(request: lm15.Request) -> None:
-    """A wish that an `Engine` cannot meet is an error rather than overlooked."""
-    names = ("stop", "seed", "response_format", "frequency_penalty", "presence_penalty")
-    wishes = [name for name in names if getattr(request.config, name)] + ["tools"] * bool(request.tools)
-    if wishes:
-        raise lm15.UnsupportedFeatureError(
-            f"This module's LM call sets {', '.join(wishes)}, which trained modules cannot have. Remove it from the "
-            "predictor, or give the predictor an LM of its own."
-        )
-
-
-def _messages(request: lm15.Request) -> list[dict[str, Any]]:
-    system = request.system
-    parts = (lm15.TextPart(system),) if isinstance(system, str) else system or ()
-    first = [{"role": "system", "content": _content(parts)}] if parts else []
-    roles = {"developer": "system"}
-    return first + [{"role": roles.get(m.role, m.role), "content": _content(m.parts)} for m in request.messages]
-
-
-def _content(parts: tuple[Any, ...]) -> str | list[dict[str, Any]]:
-    if all(isinstance(part, lm15.TextPart) for part in parts):
-        return "\n".join(part.text for part in parts)
-    return [_block(part) for part in parts]
-
-
-def _block(part: Any) -> dict[str, Any]:
-    match part:
-        case lm15.TextPart():
-            return {"type": "text", "text": part.text}
-        case lm15.ImagePart():
-            return {"type": "image", "url": part.url or f"data:{part.media_type};base64,{part.data}"}
-    raise lm15.UnsupportedFeatureError(f"A prompt cannot hold content of type '{part.type}', only text and images.")
 
 
 def _images(request: lm15.Request) -> tuple[str, ...]:

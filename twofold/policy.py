@@ -33,13 +33,20 @@ def device_of(settings: Model) -> torch.device:
 
 
 def load_base(folder: Path, settings: Model) -> PreTrainedModel:
-    """The base model in evaluation mode, attending through `prefix`.
+    """The base model in evaluation mode on its device, attending through `prefix`; raises like `load_plain`."""
+    model = load_plain(folder, settings)
+    prefix.install(model)
+    return model.to(device_of(settings)).eval()
+
+
+def load_plain(folder: Path, settings: Model) -> PreTrainedModel:
+    """The base model as transformers loads it.
 
     Raises:
         ModelError: the folder holds no model that can be used.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, settings.dtype),
             use_safetensors=True,
@@ -48,8 +55,6 @@ def load_base(folder: Path, settings: Model) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}: no usable model ({error}). Run the `model` stage: dvc repro model") from error
-    prefix.install(model)
-    return model.to(device_of(settings)).eval()
 
 
 def lora_config(settings: Lora) -> LoraConfig:
