@@ -40,7 +40,7 @@ CURVES = (
 """Columns of reports/rounds.csv beside strategy, step and round."""
 
 
-@flow(name="compare")
+@flow(name="compare", flow_run_name="compare")
 def compare(params: str) -> None:
     """Evaluate the result of every strategy on test; writes reports/."""
     settings = load(Path(params))
@@ -105,9 +105,12 @@ def _rounds(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 def _publish(report: dict[str, Any]) -> None:
     """On the terminal, and as an artifact of the Prefect run."""
-    rows = [{"strategy": name, **row} for name, row in report["strategies"].items()]
-    create_table_artifact(table=rows, key="compare", description=_markdown(report))
     columns = _columns(report)
+    rows = [
+        {"strategy": name, **{column: _text(row[column]) for column in columns}}
+        for name, row in report["strategies"].items()
+    ]
+    create_table_artifact(table=rows, key="compare", description="\n".join(f"- {line}" for line in _sentences(report)))
     table = Table("strategy", *columns, title="On test (costs: all steps and this evaluation)")
     for name, row in report["strategies"].items():
         table.add_row(name, *(_text(row[column]) for column in columns))

@@ -13,7 +13,7 @@ from twofold.settings import load
 from twofold.splits import write_splits
 
 
-@flow(name="model")
+@flow(name="model", flow_run_name="model")
 def fetch_model(params: str) -> None:
     """Put the model of the settings into data/models."""
     settings = load(Path(params))

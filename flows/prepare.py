@@ -12,7 +12,7 @@ from twofold.settings import load
 from twofold.splits import write_splits
 
 
-@flow(name="data")
+@flow(name="data", flow_run_name="data")
 def prepare(params: str) -> None:
     """Write the train, dev and test examples to data/prepared."""
     settings = load(Path(params))

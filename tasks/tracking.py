@@ -90,6 +90,8 @@ def stage_run(stage: str, settings: Settings, data: str) -> Iterator[StageRun]:
     _close_killed(client, experiment, parent, stage)
     tags = {"mlflow.parentRunId": parent, STAGE_TAG: stage}
     run = client.create_run(experiment, run_name=f"stage:{stage}", tags=tags)
+    # The parent has them too; here they line up in a comparison of runs.
+    client.log_batch(run.info.run_id, params=_params(settings))
     found = StageRun(client, stage, run.info.run_id, experiment, _dataset(settings, data))
     _log_data(found)
     status = "FAILED"

@@ -184,7 +184,8 @@ def test_stages_of_one_run_share_a_parent(tmp_path: Path, monkeypatch: pytest.Mo
     assert first.data.metrics == {"dev/score": 0.25}
     assert first.info.status == "FINISHED"
     assert second.inputs.dataset_inputs[0].dataset.digest == "d" * 12
-    assert client.get_run(parent).data.params["weights.optimizer.learning_rate"] == "0.0002"
+    for run in (parent, weights.run_id):
+        assert client.get_run(run).data.params["weights.optimizer.learning_rate"] == "0.0002"
     found = client.get_logged_model(model)
     assert found.source_run_id == weights.run_id
     assert found.tags["digest"] == checkpoint.digest
