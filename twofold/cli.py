@@ -23,12 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
     preset_parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
     preset_parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
     _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))
+    _add_scaffolds(commands.add_parser("scaffolds", help="show what a teacher did for an input"))
     options = parser.parse_args(arguments)
     try:
         if options.command == "check":
             check(options.params)
         elif options.command == "pool":
             look_at_pool(options)
+        elif options.command == "scaffolds":
+            look_at_scaffolds(options)
         else:
             write_preset(options.task, options.model, options.out)
     except TwofoldError as error:
@@ -89,6 +92,20 @@ def look_at_pool(options: argparse.Namespace) -> None:
         pool_view.show(options.folder, options.round)
     else:
         pool_view.show_difference(options.a, options.b, options.round_a, options.round_b)
+
+
+def look_at_scaffolds(options: argparse.Namespace) -> None:
+    """Print the lineage of an input."""
+    from twofold import scaffold_view
+
+    scaffold_view.show(options.id, options.folder)
+
+
+def _add_scaffolds(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True)
+    show = actions.add_parser("show", help="the hints for one input, and what became of it and its scaffolds")
+    show.add_argument("id", help="of the input, or of a scaffold of it")
+    show.add_argument("folder", type=Path, help="what a training left, such as outputs/weights/0-w")
 
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:
