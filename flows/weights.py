@@ -37,6 +37,7 @@ class Round:
     grouped: Manifest
     checkpoint: Manifest
     spent: dict[str, float]
+    """Seconds are those of all steps: the teacher's count too, though the training went on beside them."""
     dev: Manifest | None
     taught: Taught
     """Without a teacher: nothing."""

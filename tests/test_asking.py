@@ -6,6 +6,7 @@ from pathlib import Path
 import dspy
 import pytest
 
+from tasks.scaffold import check_teacher
 from twofold import leaks
 from twofold.asking import (
     Answers,
@@ -23,13 +24,14 @@ from twofold.asking import (
 )
 from twofold.endpoints import BudgetError, Spent
 from twofold.eps import score
-from twofold.errors import RecordError
+from twofold.errors import PipelineError, RecordError, SettingsError
 from twofold.hints import Placed, lineage, prompts, read_hints, write_hints
 from twofold.pool import new_pool, visit
+from twofold.programs import load_pipeline
 from twofold.records import Rollout
 from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding, request_for
 from twofold.scores import Scored
-from twofold.settings import Eps, Pooling, Scaffold
+from twofold.settings import Eps, Pooling, Scaffold, Settings, Teacher
 from twofold.trials import again, try_hints, waits
 
 EPS = Eps(visits_before_teacher=1)
@@ -265,3 +267,20 @@ def test_answers_join_the_pool_with_their_texts(tmp_path: Path) -> None:
         "scaffolds/asked": 2, "scaffolds/admitted": 1, "scaffolds/timeout": 1,
         "teacher/calls": 1, "teacher/tokens_in": 3, "teacher/tokens_out": 4, "teacher/money": 0.5,
     }  # fmt: skip
+
+
+# Before anything is trained
+
+
+def test_what_a_teacher_lacks_is_said_at_the_start(monkeypatch) -> None:
+    settings, desk = Settings(scaffold=SCAFFOLD), load_pipeline("helpdesk")
+    check_teacher(settings, desk)
+    with pytest.raises(PipelineError, match=r"no input takes its hints\. Set HINT_FIELD"):
+        check_teacher(settings, replace(desk, hint_field=None))
+    with pytest.raises(SettingsError, match=r"scaffold\.teacher\.kind .*`scaffold`"):
+        check_teacher(settings, replace(desk, scaffold=None))
+    monkeypatch.delenv("NO_KEY", raising=False)
+    endpoint = {"model": "m", "base_url": "http://127.0.0.1:9", "key": "NO_KEY"}
+    served = SCAFFOLD.model_copy(update={"teacher": Teacher(kind="endpoint", endpoint=endpoint)})
+    with pytest.raises(SettingsError, match="no variable NO_KEY"):
+        check_teacher(settings.model_copy(update={"scaffold": served}), desk)
