@@ -1,6 +1,5 @@
 """A training with a teacher, through the real flow: hints are asked for, tried, joined and trained on."""
 
-import json
 import os
 import shutil
 import signal
@@ -207,14 +206,14 @@ def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path) -> None:
         500,
         completion("garbage"),
         completion(""),
-        1.5,
-        1.5,
+        3.0,
+        3.0,
         hint_of("The label is blue."),
         hint_of("Look twice."),
     ]
     checkout = make(tmp_path / "checkout")
     with serving(*answers) as server:
-        endpoint = server.settings(timeout=1.0, concurrency=1)
+        endpoint = server.settings(timeout=2.0, concurrency=1)
         teacher = {"kind": "endpoint", "endpoint": endpoint, "budget": {"calls": 14}}
         settings = yaml.safe_load((checkout / "params.yaml").read_text())
         settings["scaffold"]["teacher"] = teacher
@@ -229,5 +228,4 @@ def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path) -> None:
     assert sum(row["teacher/calls"] for row in rows) == len(server.asked)
     files = sorted(checkout.glob(".work/weights/*/0-w/round-*/hints/*/trial/answers.json"))
     ends = {attempt.end for file in files for one in read_answers(file).scaffoldings for attempt in one.attempts}
-    print(json.dumps(sorted(ends)))
-    assert {"server_error", "malformed", "timeout"} <= ends
+    assert {"server_error", "malformed", "empty", "timeout", "gate/answer"} <= ends
