@@ -35,6 +35,12 @@ CURVES = (
     "visited/flat",
     "pool/active",
     "drawn",
+    "pool/queued",
+    "scaffolds/asked",
+    "scaffolds/admitted",
+    "scaffolds/useful",
+    "teacher/calls",
+    "teacher/gain_per_call",
     "spent/rollouts",
 )
 """Columns of reports/rounds.csv beside strategy, step and round."""

@@ -2,7 +2,8 @@
 
 With a pool:
 
-1. Draw active inputs from the pool that the last checkpoint holds, and find those that are due for another look.
+1. The teacher's answers join the pool that the last checkpoint holds. Draw active inputs from it, and find those that
+   are due for another look.
 2. Visit the drawn ones, as many at a time as the batch lacks: collect their rollouts, score them, keep what teaches.
 3. Visit those that are due. They are not trained on in this round; the pool may make them active for the next.
 4. Route all that were visited, and group the calls of those that are kept.
@@ -47,26 +48,37 @@ def next_batch(
 
 
 def pooled_batch(
-    folder: Path, settings: Settings, candidate: Candidate, data: Manifest, number: int, round_number: int
+    folder: Path,
+    settings: Settings,
+    candidate: Candidate,
+    data: Manifest,
+    number: int,
+    round_number: int,
+    answers: Manifest | None,
 ) -> Batch:
     """What is kept of the inputs that are drawn; less than was asked for, or nothing, when too few of them teach.
 
     A training begins with a new pool: what an input taught under other prompts says little of what it teaches now.
+
+    Args:
+        answers: the teacher's, of the round before.
     """
     before = candidate.checkpoint.part(POOL) if candidate.checkpoint and round_number else None
-    drawn = draw(folder / "draw", settings=settings, data=data, before=before, round_number=round_number)
+    drawn = draw(
+        folder / "draw", settings=settings, data=data, before=before, answers=answers, round_number=round_number
+    )
     asked = read_json(drawn.folder / DRAWN)
     collected: list[Manifest] = []
     scored: list[Manifest] = []
 
     def visit(inputs: Sequence[str]) -> set[str]:
         place, names = folder / f"visit-{len(scored)}", ["weights", number, round_number]
-        shards = collect_for_training(place, settings, candidate, data, list(inputs), names)
+        shards = collect_for_training(place, settings, candidate, data, list(inputs), names, drawn.part(POOL))
         collected.extend(shards)
         scored.append(
             score(place / "scores", settings=settings, candidate=candidate, shards=shards, round_number=round_number)
         )
-        return kept_in(scored[-1])
+        return kept_in(scored[-1], settings)
 
     kept = fill(asked["drawn"], settings.weights.examples_per_round, visit).kept
     if asked["due"]:

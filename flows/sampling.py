@@ -35,9 +35,15 @@ def ids_of(data: Manifest, split: str) -> list[str]:
 
 
 def collect_for_training(
-    folder: Path, settings: Settings, candidate: Candidate, data: Manifest, examples: list[str], names: list[str | int]
+    folder: Path,
+    settings: Settings,
+    candidate: Candidate,
+    data: Manifest,
+    examples: list[str],
+    names: list[str | int],
+    pool: Manifest | None = None,
 ) -> list[Manifest]:
-    """Rollouts of one round, named by `names`: `weights.rollouts_per_example` for each example."""
+    """Rollouts of one round, named by `names`: `weights.rollouts_per_example` for each example, or prompt of a pool."""
     weights = settings.weights
     return [
         collect(
@@ -53,6 +59,7 @@ def collect_for_training(
             parse_retries=0,
             judge="metric",
             shard=shard,
+            pool=pool,
         )
         for shard in shards(settings, len(examples) * weights.rollouts_per_example)
     ]

@@ -1,21 +1,28 @@
 """Step `w` of a strategy: mmGRPO on the weights, under the program as it is.
 
 One round: collect rollouts with the newest weights, group them, update the weights. Every few rounds, evaluate on dev.
-Which inputs a round trains on, `pool.py` says.
+Which inputs a round trains on, `pool.py` says; how a teacher helps with those that teach nothing, `teacher.py`.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from flows.pool import next_batch, pooled_batch
+from flows.pool import Batch, next_batch, pooled_batch
 from flows.sampling import Made, evaluate_on, on_dev, spent_on
+from flows.teacher import Taught, teach_beside
 from tasks.candidate import Candidate
 from tasks.group import GROUPS
-from tasks.pool import POOL
+from tasks.pool import ANSWERS, POOL
+from tasks.scaffold import check_teacher
 from tasks.score import SCORES
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from tasks.train import train
+from twofold.asking import read_answers
+from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
+from twofold.endpoints import Spent
+from twofold.programs import load_pipeline
 from twofold.records import read_groups, read_rollouts, write_groups, write_rollouts
 from twofold.scores import read_scores, write_scores
 from twofold.settings import Settings
@@ -30,14 +37,19 @@ class Round:
     grouped: Manifest
     checkpoint: Manifest
     spent: dict[str, float]
+    """Seconds are those of all steps: the teacher's count too, though the training went on beside them."""
     dev: Manifest | None
+    taught: Taught
+    """Without a teacher: nothing."""
+    teacher: dict[str, float]
+    """Numbers of the teacher's part; empty without one."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """All numbers of the round, under the names that every stage uses."""
         dev = on_dev(self.dev) if self.dev else {}
         costs = {f"spent/{name}": value for name, value in self.spent.items()}
-        return {**self.grouped.metrics, **self.checkpoint.metrics, **costs, **dev}
+        return {**self.grouped.metrics, **self.checkpoint.metrics, **costs, **self.teacher, **dev}
 
 
 def train_weights(
@@ -47,11 +59,14 @@ def train_weights(
 
     `number` tells this step from other trainings in the same strategy.
     """
+    if settings.scaffold and settings.scaffold.teaches:
+        check_teacher(settings, load_pipeline(settings.pipeline))
     rounds: list[Round] = []
+    taught = Taught(None, Spent())
     evaluated: list[tuple[Candidate, Manifest]] = []
     for k in range(settings.weights.rounds):
-        done = train_round(folder / f"round-{k:04d}", settings, candidate, data, number, k)
-        candidate = replace(candidate, checkpoint=done.checkpoint)
+        done = train_round(folder / f"round-{k:04d}", settings, candidate, data, number, k, taught)
+        candidate, taught = replace(candidate, checkpoint=done.checkpoint), done.taught
         rounds.append(done)
         if done.dev:
             evaluated.append((candidate, done.dev))
@@ -62,16 +77,31 @@ def train_weights(
     if settings.scaffold:
         _add_scores(folder / "records", rounds)
         records[POOL] = rounds[-1].checkpoint.folder / POOL
+        if settings.scaffold.teaches:
+            _add_attempts(folder / "records", rounds)
     return Made(evaluated, spent, history, records)
 
 
 def train_round(
-    folder: Path, settings: Settings, candidate: Candidate, data: Manifest, number: int, round_number: int
+    folder: Path,
+    settings: Settings,
+    candidate: Candidate,
+    data: Manifest,
+    number: int,
+    round_number: int,
+    taught: Taught,
 ) -> Round:
-    """One round from the candidate's checkpoint to the next, with an evaluation on dev when it is time for one."""
-    find_batch = pooled_batch if settings.scaffold else next_batch
-    batch = find_batch(folder, settings, candidate, data, number, round_number)
-    checkpoint = train(
+    """One round from the candidate's checkpoint to the next, with an evaluation on dev when it is time for one.
+
+    `taught` is what the teacher made in the round before.
+    """
+    done, last = round_number + 1, round_number + 1 == settings.weights.rounds
+    if settings.scaffold:
+        batch = pooled_batch(folder, settings, candidate, data, number, round_number, taught.answers)
+    else:
+        batch = next_batch(folder, settings, candidate, data, number, round_number)
+    training = partial(
+        train,
         folder / "checkpoint",
         settings=settings,
         candidate=candidate,
@@ -79,13 +109,24 @@ def train_round(
         grouped=batch.grouped,
         round_number=round_number,
     )
-    done = round_number + 1
+    if settings.scaffold and settings.scaffold.teaches and not last:
+        names, hints = ["weights", number, round_number], folder / "hints"
+        checkpoint, now = teach_beside(training, hints, settings, candidate, data, batch.grouped, taught, names)
+    else:
+        checkpoint, now = training(), Taught(None, taught.spent)
     dev = None
-    if done % settings.evaluate.every == 0 or done == settings.weights.rounds:
+    if done % settings.evaluate.every == 0 or last:
         dev = evaluate_on("dev", folder / "dev", settings, replace(candidate, checkpoint=checkpoint), data)
-    sampled = [*batch.collected, *([dev] if dev else [])]
+    sampled = [*batch.collected, *now.made, *([dev] if dev else [])]
     spent = spent_on(sampled, [*batch.worked, batch.grouped, checkpoint])
-    return Round(done, batch.grouped, checkpoint, spent, dev)
+    return Round(done, batch.grouped, checkpoint, spent, dev, now, _teaching(settings, batch, taught, now))
+
+
+def _teaching(settings: Settings, batch: Batch, before: Taught, now: Taught) -> dict[str, float]:
+    """Numbers of the teacher's part in a round; none without a teacher."""
+    if not settings.scaffold or not settings.scaffold.teaches:
+        return {}
+    return now.metrics(before.spent, batch.grouped.metrics["scaffolds/gain"])
 
 
 def _records(folder: Path, rounds: list[Round]) -> Path:
@@ -97,6 +138,15 @@ def _records(folder: Path, rounds: list[Round]) -> Path:
 
 def _add_scores(folder: Path, rounds: list[Round]) -> None:
     write_scores([one for done in rounds for one in read_scores(done.grouped.folder / SCORES)], folder / SCORES)
+
+
+def _add_attempts(folder: Path, rounds: list[Round]) -> None:
+    """All that the teacher tried, and the rollouts in which the student tried its hints."""
+    answered = [(done.number, done.taught.answers) for done in rounds if done.taught.answers]
+    rows = [row for number, made in answered for row in attempts_of(number, read_answers(made.folder / ANSWERS))]
+    write_attempts(rows, folder / ATTEMPTS)
+    trials = [made for done in rounds for made in done.taught.made if "rollouts" in made.metrics]
+    write_rollouts([one for made in trials for one in read_rollouts(made.folder)], folder / "trials")
 
 
 def _track(run: StageRun, done: Round) -> None:

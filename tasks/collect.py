@@ -8,6 +8,7 @@ from tasks.candidate import Candidate
 from tasks.step import Manifest, step
 from twofold import rollouts
 from twofold.examples import example_id, read_examples
+from twofold.hints import prompts, read_hints
 from twofold.programs import load_pipeline
 from twofold.records import tokens_of, write_rollouts
 from twofold.rollouts import Progress
@@ -29,17 +30,21 @@ def collect(
     parse_retries: int,
     judge: str,
     shard: int,
+    pool: Manifest | None = None,
 ) -> dict[str, float]:
     """Write the rollouts of one shard.
 
     Args:
-        examples: ids of the examples to run, in order; all shards of one collection have the same list.
+        examples: ids of the examples to run, in order; all shards of one collection have the same list. With a pool,
+            its prompts.
         names: what this collection is for; they name its seeds and begin its rollout ids.
         judge: `metric`, the reward, or `accuracy`, what programs are compared by.
+        pool: where the hints of scaffolds lie; None knows no hints.
     """
     pipeline = load_pipeline(candidate.pipeline)
     known = {example_id(example): example for example in read_examples(data.folder / f"{split}.jsonl")}
-    jobs = rollouts.plan([known[name] for name in examples], per_example, settings.seed, *names)
+    asked = prompts(examples, known, read_hints(pool.folder) if pool else {}, pipeline.hint_field)
+    jobs = rollouts.plan_prompts(asked, per_example, settings.seed, *names)
     size = settings.sampling.shard_size
     engine, policies = candidate.open_engine(settings)
     found = rollouts.run(

@@ -12,41 +12,54 @@ from tasks.group import GROUPS, means
 from tasks.score import SCORES
 from tasks.step import Manifest, step
 from twofold import pool as pools
+from twofold.asking import join, read_answers
 from twofold.eps import Verdict
 from twofold.examples import example_id, read_examples
 from twofold.groups import account, make_groups
+from twofold.hints import read_hints, write_hints
 from twofold.pool import Pool, read_pool, write_pool
 from twofold.records import read_json, read_rollouts, write_groups, write_json, write_rollouts
 from twofold.scores import Scored, deciding_scores, of_examples, read_scores, write_scores
 from twofold.seeds import derive
 from twofold.settings import Settings
 
+ANSWERS = "answers.json"
 POOL = "pool"
 DRAWN = "drawn.json"
 
 
-@step(reads=("seed", "scaffold.pool"))
+@step(reads=("seed", "scaffold.pooling"))
 def draw(
-    folder: Path, *, settings: Settings, data: Manifest, before: Manifest | None, round_number: int
+    folder: Path,
+    *,
+    settings: Settings,
+    data: Manifest,
+    before: Manifest | None,
+    answers: Manifest | None,
+    round_number: int,
 ) -> dict[str, float]:
     """Write the pool as the round finds it, and the inputs the round may visit: those drawn, and those due.
 
     Args:
         before: the pool after the round before; None begins a pool in which every training example is active.
+        answers: what the teacher's requests of the round before came to. They join here, before the refresh that may
+            let their scaffolds into training.
     """
     periods = settings.scaffold.pooling
     examples = [example_id(example) for example in read_examples(data.folder / "train.jsonl")]
-    pool = read_pool(before.folder) if before else pools.new_pool(examples)
-    # A teacher's answers go into the pool here, before the refresh that may let their scaffolds into training.
+    pool, hints = (read_pool(before.folder), read_hints(before.folder)) if before else (pools.new_pool(examples), {})
+    if answers:
+        pool, hints = join(pool, hints, read_answers(answers.folder / ANSWERS), round_number + 1)
     pool = pools.refresh(pool, round_number + 1, periods)
     write_pool(pool, folder / POOL)
+    write_hints(hints, folder / POOL)
     drawn = pools.draw(pool, round_number + 1, periods, settings.seed)
     due = pools.due(pool, round_number + 1, periods)
     write_json({"drawn": list(drawn), "due": list(due)}, folder / DRAWN)
     return {}
 
 
-@step(reads=("seed", "rewards", "weights.groups", "scaffold.eps", "scaffold.pool"))
+@step(reads=("seed", "rewards", "weights.groups", "scaffold.eps", "scaffold.pooling"))
 def select(
     folder: Path,
     *,
@@ -62,7 +75,7 @@ def select(
     The groups are those that `group` would make of the kept inputs' rollouts. Inputs that were due are no part of the
     mean reward, for they come in some rounds only.
     """
-    pool = read_pool(drawn.folder / POOL)
+    pool, hints = read_pool(drawn.folder / POOL), read_hints(drawn.folder / POOL)
     due = read_json(drawn.folder / DRAWN)["due"]
     rows = [row for part in scored for row in read_scores(part.folder / SCORES)]
     rows, pool = _route(rows, pool, settings, round_number + 1)
@@ -74,13 +87,18 @@ def select(
     write_groups(groups, folder / GROUPS)
     write_scores(rows, folder / SCORES)
     write_pool(pool, folder / POOL)
+    write_hints(hints, folder / POOL)
     reward = means([rollout for rollout in rollouts if rollout.example_id not in due])
-    return {**reward, **account(chosen, groups), **_shares(rows, len(due)), **_sizes(pool), "kept": float(len(kept))}
+    counts = {**_shares(rows, len(due)), **_sizes(pool), "kept": float(len(kept))}
+    if settings.scaffold.pooling.max_depth:  # there is a teacher
+        counts |= _useful([row for row in of_examples(rows) if row.example_id in hints and row.example_id not in due])
+    return {**reward, **account(chosen, groups), **counts}
 
 
-def kept_in(scored: Manifest) -> set[str]:
-    """The inputs that this visit says to train on."""
-    return {row.example_id for row in of_examples(read_scores(scored.folder / SCORES)) if row.verdict == "keep"}
+def kept_in(scored: Manifest, settings: Settings) -> set[str]:
+    """The inputs of a visit to train on: those that teach, or all where nothing is filtered."""
+    rows = of_examples(read_scores(scored.folder / SCORES))
+    return {row.example_id for row in rows if row.verdict == "keep" or not settings.scaffold.filters}
 
 
 def _route(rows: list[Scored], pool: Pool, settings: Settings, round_number: int) -> tuple[list[Scored], Pool]:
@@ -97,6 +115,13 @@ def _shares(rows: list[Scored], due: int) -> dict[str, float]:
     visited = verdicts.total()
     shares = {f"visited/{name}": verdicts[name] / visited if visited else 0.0 for name in get_args(Verdict)}
     return {"drawn": float(visited - due), "due": float(due), **shares}
+
+
+def _useful(scaffolds: list[Scored]) -> dict[str, float]:
+    """How many scaffolds were drawn, the share of them that teaches, and the sum of what these scored."""
+    teaching = [row.score.value for row in scaffolds if row.verdict == "keep"]
+    share = len(teaching) / len(scaffolds) if scaffolds else 0.0
+    return {"scaffolds/drawn": float(len(scaffolds)), "scaffolds/useful": share, "scaffolds/gain": sum(teaching)}
 
 
 def _sizes(pool: Pool) -> dict[str, float]:

@@ -87,7 +87,16 @@ class Step:
 
     def __call__(self, folder: Path, **inputs: Any) -> Manifest:
         key = self.key(**inputs)
-        manifest = Manifest(**self.task(key, folder, inputs))
+        return self._believed(Manifest(**self.task(key, folder, inputs)), key, folder, inputs)
+
+    def begin(self, folder: Path, **inputs: Any) -> Callable[[], Manifest]:
+        """Start it beside what the flow does next. What is returned waits for the manifest; call it in the flow."""
+        key = self.key(**inputs)
+        future = self.task.submit(key, folder, inputs)
+        return lambda: self._believed(Manifest(**future.result()), key, folder, inputs)
+
+    def _believed(self, manifest: Manifest, key: str, folder: Path, inputs: dict[str, Any]) -> Manifest:
+        """The manifest when its files are as it says, else that of another run."""
         if manifest.intact():
             return manifest
         return Manifest(**self.task.with_options(refresh_cache=True)(key, folder, inputs))

@@ -10,10 +10,16 @@ import pytest
 import yaml
 
 from tests.tiny import PIPELINE, SETTINGS, make_model
+from twofold.asking import Answers, join
+from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
 from twofold.cli import main
+from twofold.endpoints import Spent
 from twofold.eps import score
+from twofold.hints import write_hints
+from twofold.leaks import Verdict
 from twofold.plan import examples_of_round, prompt_tokens, work
 from twofold.pool import new_pool, visit, write_pool
+from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding
 from twofold.settings import Eps, Pooling, Settings
 
 
@@ -151,6 +157,21 @@ def test_work_with_a_pool_by_hand() -> None:
     assert few[1].rollouts == 9 * 2 * 4
 
 
+def test_work_with_a_teacher_by_hand() -> None:
+    pool = {"max_draws": 5, "reserve_every": 9, "recheck_every": 9, "max_depth": 1}
+    gate = {"probe_rollouts": 3, "effect_rollouts": 2}
+    scaffold = {"arm": "whole", "pool": pool, "gate": gate, "teacher": {"retries": 1}}
+    weights = {**SETTINGS["weights"], "rounds": 9}
+    changes = {"scaffold": scaffold, "strategies": {"weights": ["w"]}, "weights": weights}
+    settings = Settings.model_validate(SETTINGS | changes)
+    planned = work(settings, {"train": 20, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
+    # 45 draws, and in round 9 each of 20 originals may be in reserve together with a scaffold. Every second visit may
+    # queue a prompt; each of two hints has 3 rollouts without the question, 3 blind ones, and 2 with both.
+    prompts = (9 * 5 + 1 * 2 * 20) // 2
+    assert [one.rollouts for one in planned][1:4] == [9 * 5 * 4, 2 * 20 * 4, prompts * 2 * 8]
+    assert planned[3].what == f"0-w: at most {prompts} x 2 hints x 8"
+
+
 @pytest.fixture
 def pooled(tmp_path: Path) -> Path:
     """A folder with a pool of three prompts: in round 1 `a` was too hard, in round 2 `[b]` was solved."""
@@ -225,3 +246,38 @@ def test_prompt_tokens_by_hand() -> None:
     program.demos = [{"text": "yyyy", "answer": "zz"}]
     # Instruction 40, demo "text: yyyy" 10 and "answer: zz" 10, input "text: uuuuuuuuuuuuuu" 20: 80 characters.
     assert prompt_tokens(program, [dspy.Example(text="u" * 14).with_inputs("text")]) == 20
+
+
+@pytest.fixture
+def taught(tmp_path: Path) -> Path:
+    """What a training left in which a teacher leaked the answer of `[a]`, and then helped."""
+    eps = Eps(visits_before_teacher=1)
+    pool = visit(new_pool(["[a]", "b"]), 1, {"[a]": score([0.0, 0.0], eps, "base", "v1")}, eps, Pooling())
+    refused = Attempt(Hint("It is [blue].", "t", "v"), (Verdict("answer", False, "The hint says blue."),))
+    admitted = Attempt(Hint("Look.", "t", "v"), (Verdict("effect", True),))
+    answers = Answers((Scaffolding("[a]", (refused, admitted)),), {"[a]": PROGRAM}, Spent())
+    pool, hints = join(pool, {}, answers, 2)
+    write_pool(pool, tmp_path / "pool")
+    write_hints(hints, tmp_path / "pool")
+    write_attempts(attempts_of(1, answers), tmp_path / "records" / ATTEMPTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["[a]", "[a]+1"])
+def test_scaffolds_show(taught: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scaffolds", "show", name, str(taught)]) == 0
+    shown = capsys.readouterr().out
+    assert "hints for [a]" in shown
+    assert "[a] reserve, [a]+1 refresh" in shown
+    assert cells(shown) == [
+        ["1", "[a]", "1", "gate/answer", "It", "is", "[blue].", "The", "hint", "says", "blue."],
+        ["1", "[a]", "2", "admitted", "Look."],
+        ["1", "[a]", "active", "queued", "score", "too_hard", "0.000", "0.000"],
+        ["2", "[a]", "queued", "reserve", "hint_admitted"],
+        ["2", "[a]+1", "-", "refresh", "hint_admitted"],
+    ]
+
+
+def test_scaffolds_show_says_what_is_not_there(taught: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scaffolds", "show", "c", str(taught)]) == 2
+    assert "there is no prompt 'c'. See all: twofold pool show" in capsys.readouterr().err

@@ -11,17 +11,23 @@ from tasks.collect import collect
 from tasks.evaluate import evaluate
 from tasks.group import group
 from tasks.optimize import optimize
-from tasks.pool import DRAWN, draw, kept_in, select
+from tasks.pool import ANSWERS, DRAWN, draw, kept_in, select
 from tasks.score import score
 from tasks.step import Manifest, Step
 from tasks.train import train
+from twofold.asking import Answers, write_answers
+from twofold.endpoints import Spent
 from twofold.examples import write_examples
+from twofold.hints import Placed, read_hints
+from twofold.leaks import Verdict
 from twofold.pool import counts, read_pool
 from twofold.records import Call, Rollout, read_groups, read_json, read_rollouts, write_rollouts
+from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding
 from twofold.scores import of_examples, read_scores
 from twofold.settings import Settings
 
 MIXED, HARD, SOLVED = (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)
+CHECK = Verdict("effect", True)
 ROUNDS = {"reserve_every": 2, "recheck_every": 3, "max_draws": 3}
 
 
@@ -55,17 +61,26 @@ def collected(folder: Path, rewards: dict[str, tuple[float, ...]]) -> Manifest:
 
 
 def round_of(
-    chosen: Settings, source: Manifest, before: Manifest | None, number: int, **rewards: tuple[float, ...]
+    chosen: Settings,
+    source: Manifest,
+    before: Manifest | None,
+    number: int,
+    answers: Manifest | None = None,
+    **rewards: tuple[float, ...],
 ) -> tuple[dict[str, list[str]], Manifest]:
-    """What the pool asks for, and what is selected when every example earns these rewards; all are visited at once."""
+    """What the pool asks for, and what is selected when every example earns these rewards; all are visited at once.
+
+    A scaffold earns what its original does under the name `hinted_NAME`.
+    """
     folder = Path(f"round-{number}")
 
     def steps() -> tuple[dict[str, list[str]], Manifest]:
-        drawn = draw(folder / "draw", settings=chosen, data=source, before=before, round_number=number)
+        drawn = draw(folder / "draw", settings=chosen, data=source, before=before, answers=answers, round_number=number)
         asked = read_json(drawn.folder / DRAWN)
         parts, shards = [], []
         for place in ("drawn", "due"):
-            shards.append(collected(folder / place, {name: rewards[name] for name in asked[place]}))
+            own = {name: rewards[f"hinted_{name[0]}" if "+" in name else name] for name in asked[place]}
+            shards.append(collected(folder / place, own))
             parts.append(
                 score(
                     folder / f"{place}-scores",
@@ -75,7 +90,7 @@ def round_of(
                     round_number=number,
                 )
             )
-        kept = sorted(kept_in(parts[0]))
+        kept = sorted(kept_in(parts[0], chosen))
         made = select(
             folder / "groups",
             settings=chosen,
@@ -154,6 +169,43 @@ def test_random_routing_keeps_as_many_as_eps_but_others(workplace: Path) -> None
         assert pool.state(one) == "active"
         kept.add(one)
     assert len(kept) > 1
+
+
+def taught(*prompt_ids: str, folder: str) -> Manifest:
+    """A teacher's hints for these prompts, all admitted."""
+    found = tuple(Scaffolding(name, (Attempt(Hint("Look.", "script", "v"), (CHECK,)),)) for name in prompt_ids)
+    write_answers(Answers(found, dict.fromkeys(prompt_ids, PROGRAM), Spent(len(found))), Path(folder) / ANSWERS)
+    return Manifest.of(Path(folder))
+
+
+def test_a_hint_joins_is_trained_on_and_fades(workplace: Path) -> None:
+    source, chosen = data("ab"), settings("whole")
+    _, made = round_of(chosen, source, None, 0, a=HARD, b=MIXED)
+    assert read_pool(made.folder / "pool").states() == {"a": "queued", "b": "active"}
+    assert made.metrics["pool/queued"] == 1
+    asked, made = round_of(chosen, source, made.part("pool"), 1, taught("a", folder="hints"), a=HARD, b=MIXED,
+                           hinted_a=MIXED)  # fmt: skip
+    # Round 2 refreshes at once, and looks at what is in reserve.
+    assert (sorted(asked["drawn"]), asked["due"]) == (["a+1", "b"], ["a"])
+    assert {found.example_id for found in read_groups(made.folder / "groups.parquet")} == {"a+1", "b"}
+    numbers = [made.metrics[f"scaffolds/{name}"] for name in ("drawn", "useful", "gain")]
+    assert numbers == pytest.approx([1, 1, 0.5], abs=1e-3)
+    assert read_hints(made.folder / "pool") == {"a+1": Placed("a", "Look.", PROGRAM)}
+    assert read_pool(made.folder / "pool").states() == {"a": "reserve", "b": "active", "a+1": "active"}
+    asked, made = round_of(chosen, source, made.part("pool"), 2, a=MIXED, b=MIXED, hinted_a=MIXED)
+    asked, made = round_of(chosen, source, made.part("pool"), 3, a=MIXED, b=MIXED, hinted_a=MIXED)
+    # The original teaches by itself now: it comes back, and its scaffold leaves.
+    assert asked["due"] == ["a"]
+    assert read_pool(made.folder / "pool").states() == {"a": "active", "b": "active", "a+1": None}
+    asked, made = round_of(chosen, source, made.part("pool"), 4, a=MIXED, b=MIXED)
+    assert sorted(asked["drawn"]) == ["a", "b"]
+
+
+def test_scaffold_only_trains_on_all_it_draws(workplace: Path) -> None:
+    source = data("abc")
+    _, made = round_of(settings("scaffold_only"), source, None, 0, a=MIXED, b=HARD, c=SOLVED)
+    assert {found.example_id for found in read_groups(made.folder / "groups.parquet")} == {"a", "b", "c"}
+    assert read_pool(made.folder / "pool").states() == {"a": "active", "b": "queued", "c": "solved"}
 
 
 @pytest.mark.parametrize("other", [collect, evaluate, group, optimize, train], ids=lambda step: step.name)

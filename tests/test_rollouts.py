@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from twofold import rollouts
 from twofold.errors import PipelineError
+from twofold.hints import Prompt
 from twofold.records import SHARED, read_rollouts, write_rollouts
-from twofold.rollouts import Progress, plan
+from twofold.rollouts import Progress, plan, plan_prompts
 from twofold.sampling import Refusal
 from twofold.sampling.scripted import ScriptedEngine, decode
 from twofold.settings import Draw, Rewards, Sampling, Settings
@@ -533,3 +534,19 @@ def test_programs_with_progress_bars_may_run_side_by_side():
     program = Program(parallel, step=dspy.Predict(Ask), last=dspy.Predict(Ask))
     rollouts = run(program, lambda prompt, request: "b", *"abcdefghijklmnop", per_example=4)
     assert {(rollout.status, rollout.error) for rollout in rollouts} == {("ok", "")}
+
+
+def test_a_module_hint_is_in_the_rollouts_of_its_prompt_alone():
+    def forward(self, q):
+        return self.second(q=self.first(q=q).a)
+
+    engine = ScriptedEngine(lambda prompt, request: "seen")
+    prompts = [Prompt("x", *examples("x")), Prompt("x+1", *examples("x"), (("second", "Look."),))]
+    jobs = plan_prompts(prompts, 2, 0, "test")
+    program = Program(forward, first=dspy.Predict(Ask), second=dspy.Predict(Ask))
+    made = rollouts.run(program, jobs, lambda example, prediction, trace: 1.0, engine, settings(), Draw())
+    assert [rollout.example_id for rollout in made] == ["x", "x", "x+1", "x+1"]
+    calls = [(one.example_id, call) for one in made for call in one.calls]
+    hinted = {(name, call.module) for name, call in calls if "Hint: Look." in decode(call.prompt_ids)}
+    assert hinted == {("x+1", "second")}
+    assert made[2].rollout_id == "test/x+1/0"

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from twofold.errors import SettingsError
-from twofold.settings import Pooling, Rewards, Scaffold, Settings, load
+from twofold.settings import Pooling, Rewards, Scaffold, Settings, Teacher, load
 
 
 def written(folder: Path, text: str) -> Path:
@@ -38,7 +38,7 @@ def test_an_empty_file_has_the_defaults(tmp_path):
         ("weights:\n  rounds: 0\n", r":2: weights\.rounds: .*greater than or equal to 1 \(found 0\)"),
         ("seed: 1\nweights:\n  lora: {r: x}\n", r":3: weights\.lora\.r: .*integer.*\(found 'x'\)"),
         ("weights:\n  draw: {temperature: .nan}\n", r":2: weights\.draw\.temperature: .*finite"),
-        ("scaffold: {arm: whole}\n", r":1: scaffold\.arm: .*'filter_only' or 'random_routing' \(found 'whole'\)"),
+        ("scaffold: {arm: half}\n", r":1: scaffold\.arm: .*'whole', 'filter_only', .* \(found 'half'\)"),
         (
             "scaffold:\n  pool: {max_draw: 3}\n",
             r":2: unknown key 'scaffold\.pool\.max_draw'\. Did you mean 'max_draws'",
@@ -93,9 +93,19 @@ def test_too_few_draws_for_a_batch_are_warned_of():
     assert not Settings.model_validate({"scaffold": draws, "weights": {"examples_per_round": 7}}).warnings()
 
 
-def test_arms_without_a_teacher_queue_nothing_for_one():
-    found = Scaffold(pool=Pooling(max_draws=9, max_depth=3)).pooling
-    assert (found.max_draws, found.max_depth) == (9, 0)
+@pytest.mark.parametrize(
+    ("arm", "kind", "depth", "filters"),
+    [
+        ("whole", "scripted", 3, True),
+        ("whole", "none", 0, True),
+        ("scaffold_only", "scripted", 3, False),
+        ("filter_only", "scripted", 0, True),
+        ("random_routing", "scripted", 0, True),
+    ],
+)
+def test_arms_without_a_teacher_queue_nothing_for_one(arm, kind, depth, filters):
+    found = Scaffold(arm=arm, teacher=Teacher(kind=kind), pool=Pooling(max_draws=9, max_depth=3))
+    assert (found.pooling.max_draws, found.pooling.max_depth, found.filters) == (9, depth, filters)
 
 
 def test_rewards_of_failures():

@@ -1,6 +1,7 @@
 """Steps against a real Prefect server, and tracking against a real MLflow store."""
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,34 @@ def test_spoilt_output_is_made_again(workplace: Path, spoil: Callable[[Path], ob
     assert again.outputs == first.outputs
     in_flow(lambda: one.step(Path("made"), settings=Settings(), text="abc"))
     assert len(one.runs) == 2
+
+
+def test_a_step_runs_beside_another(workplace: Path) -> None:
+    """Neither could end without the other."""
+    other = threading.Event(), threading.Event()
+
+    @step()
+    def first(folder: Path, *, number: int) -> dict[str, float]:
+        other[0].set()
+        assert other[1].wait(60)
+        (folder / "text").write_text("first")
+        return {}
+
+    @step()
+    def second(folder: Path, *, number: int) -> dict[str, float]:
+        other[1].set()
+        assert other[0].wait(60)
+        return {}
+
+    def both() -> Manifest:
+        begun = first.begin(Path("first"), number=1)
+        second(Path("second"), number=1)
+        return begun()
+
+    made = in_flow(both)
+    assert made.intact()
+    (made.folder / "text").unlink()
+    assert in_flow(both).intact()
 
 
 @pytest.mark.parametrize("error", [ConnectionError("gone"), TimeoutError("slow")])

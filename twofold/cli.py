@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     _add_check(commands.add_parser("check", help="check settings, data and model, and show the plan of a run"))
     _add_preset(commands.add_parser("preset", help="write the settings file for a task and a model"))
     _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))
+    _add_scaffolds(commands.add_parser("scaffolds", help="show what a teacher did for an input"))
     _add_export(commands.add_parser("export", help="write a strategy's result as a folder to ship"))
     options = vars(parser.parse_args(arguments))
     run = options.pop("run")
@@ -53,6 +54,15 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
         diff.add_argument(name, type=Path, help="folder of a pool")
         diff.add_argument(f"--round-{name}", type=int, help=f"{name} as it was after this round (default: the last)")
     diff.set_defaults(run=diff_pools)
+
+
+def _add_scaffolds(parser: argparse.ArgumentParser) -> None:
+    show = parser.add_subparsers(required=True).add_parser(
+        "show", help="the hints for one input, and what became of it and its scaffolds"
+    )
+    show.add_argument("id", help="of the input, or of a scaffold of it")
+    show.add_argument("folder", type=Path, help="what a training left, such as outputs/weights/0-w")
+    show.set_defaults(run=show_scaffolds)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +140,13 @@ def diff_pools(a: Path, b: Path, round_a: int | None, round_b: int | None) -> No
     from twofold import pool_view
 
     pool_view.show_difference(a, b, round_a, round_b)
+
+
+def show_scaffolds(id: str, folder: Path) -> None:
+    """Print the lineage of an input."""
+    from twofold import scaffold_view
+
+    scaffold_view.show(id, folder)
 
 
 def _show(planned: "list[Work]") -> None:

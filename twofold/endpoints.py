@@ -10,6 +10,7 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,12 @@ class Ledger:
     Args:
         budget: the most that may be spent.
         spent: what was spent before, by a process that ended.
+        keep: writes down what is spent at every change, a request before it is sent.
     """
 
-    def __init__(self, budget: Budget, spent: Spent | None = None):
+    def __init__(self, budget: Budget, spent: Spent | None = None, keep: Callable[[Spent], None] = lambda spent: None):
         self.budget = budget
+        self._keep = keep
         self._spent = spent or Spent()
         self._lock = threading.Lock()
 
@@ -66,6 +69,7 @@ class Ledger:
             if used := self._used_up():
                 raise BudgetError(f"The budget of {used} is used up. Raise it, or let training go on without hints.")
             self._spent = replace(self._spent, calls=self._spent.calls + 1)
+            self._keep(self._spent)
 
     def charge(self, tokens_in: int, tokens_out: int, money: float) -> None:
         """Take in what an answer cost."""
@@ -76,6 +80,7 @@ class Ledger:
                 tokens_out=self._spent.tokens_out + tokens_out,
                 money=self._spent.money + money,
             )
+            self._keep(self._spent)
 
     def _used_up(self) -> str:
         """The first part of the budget that is used up, in words; empty when there is some of each left."""

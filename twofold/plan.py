@@ -9,7 +9,7 @@ import dspy
 
 from twofold.programs import modules
 from twofold.seeds import derive
-from twofold.settings import Settings
+from twofold.settings import Scaffold, Settings
 
 
 def examples_of_round(examples: Sequence[str], per_step: int, round_number: int, seed: int) -> list[str]:
@@ -82,14 +82,26 @@ def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, i
     evaluations = -(-weights.rounds // settings.evaluate.every)
     per_example, rounds = weights.rollouts_per_example, weights.rounds
     if settings.scaffold:
-        pool = settings.scaffold.pool
+        pool = settings.scaffold.pooling
         draws = min(pool.max_draws, sizes["train"])
         looks = rounds // pool.reserve_every + (rounds - 1) // pool.recheck_every
+        # An original may be in reserve together with its scaffolds.
+        due = looks * sizes["train"] * (1 + pool.max_depth)
         yield f"at most {rounds} rounds x {draws} drawn x {per_example}", rounds * draws * per_example
-        yield f"at most {looks} x train due x {per_example}", looks * sizes["train"] * per_example
+        yield f"at most {looks} x train due x {per_example}", due * per_example
+        if settings.scaffold.teaches:
+            yield _trials(settings.scaffold, rounds * draws + due)
     else:
         yield f"{rounds} rounds x {per_step} x {per_example}", rounds * per_step * per_example
     yield f"{evaluations} x dev", evaluations * sizes["dev"]
+
+
+def _trials(settings: Scaffold, visits: int) -> tuple[str, int]:
+    """Rollouts that try hints: as if each visit that may queue a prompt did, and every hint came to its last check."""
+    prompts = visits // settings.eps.visits_before_teacher
+    tries, gate = settings.teacher.retries + 1, settings.gate
+    each = 2 * gate.probe_rollouts + gate.effect_rollouts
+    return f"at most {prompts} x {tries} hints x {each}", prompts * tries * each
 
 
 def work(settings: Settings, sizes: dict[str, int], predictors: int, prompt_tokens: int) -> list[Work]:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from twofold.adapters import make_adapter
 from twofold.errors import PipelineError
 from twofold.examples import example_id
+from twofold.hints import ModuleHints, Prompt, with_hints
 from twofold.lm import Recorder, module_lm, parsed_share, recording
 from twofold.programs import bind
 from twofold.records import Call, Rollout, Status, policy_of, tokens_of
@@ -66,6 +67,7 @@ class Job:
     """This is the n-th rollout of its example, from 0."""
     seed: int
     rollout_id: str
+    module_hints: ModuleHints = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,18 @@ def plan(examples: Sequence[dspy.Example], per_example: int, seed: int, *names: 
 
     `names` tell this use of the examples from others (a stage, a round): they begin the rollout ids and name the seeds.
     """
+    return plan_prompts([Prompt(example_id(example), example) for example in examples], per_example, seed, *names)
+
+
+def plan_prompts(prompts: Sequence[Prompt], per_prompt: int, seed: int, *names: str | int) -> list[Job]:
+    """Jobs as of `plan`, for prompts that may hold hints; a prompt's id is its rollouts' `example_id`."""
     jobs = []
-    for example in examples:
-        identity = example_id(example)
-        for number in range(per_example):
-            rollout_id = "/".join(map(str, (*names, identity, number)))
-            jobs.append(Job(example, identity, number, derive(seed, *names, identity, number), rollout_id))
+    for prompt in prompts:
+        for number in range(per_prompt):
+            names_of = (*names, prompt.prompt_id, number)
+            rollout_id = "/".join(map(str, names_of))
+            own = derive(seed, *names_of)
+            jobs.append(Job(prompt.example, prompt.prompt_id, number, own, rollout_id, prompt.module_hints))
     return jobs
 
 
@@ -136,8 +144,9 @@ def run(
     def lm_of(module: str) -> dspy.LM:
         return module_lm(module, engine, draw, settings.sampling.max_tokens, policy_of(module, policies))
 
+    bound = bind(program, lm_of)
     runner = _Runner(
-        program=bind(program, lm_of),
+        programs={hints: with_hints(bound, hints) for hints in {job.module_hints for job in jobs}},
         adapter=make_adapter(settings.sampling.adapter, parse_retries),
         metric=_with_trace(metric),
         engine=engine,
@@ -165,7 +174,8 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    program: dspy.Module
+    programs: Mapping[ModuleHints, dspy.Module]
+    """The program, by the hints in its modules' prompts."""
     adapter: dspy.Adapter
     metric: Callable[[dspy.Example, Any, Trace], Any]
     engine: Engine
@@ -217,7 +227,7 @@ class _Runner:
         run.recorder = recorder = Recorder(job.rollout_id, job.seed, lambda request: meeting.sample(run.order, request))
         try:
             with recording(recorder, self.adapter) as trace:
-                prediction = self.program(**job.example.inputs())
+                prediction = self.programs[job.module_hints](**job.example.inputs())
         except Exception as error:
             reward = self.settings.rewards.of(status := _status(error), parsed_share(error))
             return self._failed(job, recorder.calls, status, reward, _said(error))

@@ -161,14 +161,21 @@ def request_for(
     return Request(prompt_id, inputs, tuple(rollouts), score, verdict, reference)
 
 
-def scaffold(request: Request, teacher: Teacher, gate: Gate, retries: int) -> Scaffolding:
+def scaffold(
+    request: Request, teacher: Teacher, gate: Gate, retries: int, before: tuple[Attempt, ...] = ()
+) -> Scaffolding:
     """Ask the teacher until the gate admits a hint: at most `retries` times more than once.
 
     A repeated hint is not judged again. What the gate raises is not caught.
+
+    Args:
+        before: what was tried for the prompt already, the last of it refused; it counts.
     """
-    attempts: list[Attempt] = []
-    judged: dict[str, tuple[Check, ...]] = {}
-    for _ in range(retries + 1):
+    attempts = list(before)
+    judged = {attempt.hint.text: attempt.checks for attempt in before if attempt.checks}
+    if before:
+        request = replace(request, refusals=_reasons(before[-1]))
+    while len(attempts) <= retries:
         hint = teacher.hint(request)
         repeated = hint.text in judged
         if not hint.failure and not repeated:

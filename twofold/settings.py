@@ -202,7 +202,7 @@ class TeacherEndpoint(Endpoint):
 
 
 class Budget(Section):
-    """The most that teachers may use in a run; null is no limit. When one is used up, nothing more is asked."""
+    """The most that teachers may use in one training; null is no limit. When one is used up, nothing more is asked."""
 
     calls: Count | None = None
     """Requests that are sent, retries included."""
@@ -236,18 +236,45 @@ class Teacher(Section):
         return self
 
 
+class Gate(Section):
+    """What a hint must pass before its scaffold may join the pool; see `leaks.py` and `trials.py`."""
+
+    formula_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """Most seconds for comparing a hint's formulas with the answer; a hint that takes longer is refused."""
+    probe_rollouts: Positive = 8
+    """Rollouts with the hint and without the question; as many with neither tell the blind rate."""
+    probe_threshold: Share = 0.05
+    """Refuse when chance alone would give the hint such a lead over the blind rate with a probability below this."""
+    effect_rollouts: Annotated[int, Field(ge=2)] = 8
+    """Rollouts with question and hint, of which some must succeed, and not all."""
+
+
 class Scaffold(Section):
     """Which inputs a round trains on, chosen by what they still teach; see `eps.py` and `pool.py`."""
 
-    arm: Literal["filter_only", "random_routing"] = "filter_only"
-    """`filter_only` trains on inputs whose rollouts differ. `random_routing` keeps as many, but any: an ablation."""
+    arm: Literal["whole", "filter_only", "scaffold_only", "random_routing"] = "filter_only"
+    """`whole` trains on inputs whose rollouts differ, and a teacher writes hints for those that teach nothing;
+    `filter_only` has no teacher; `scaffold_only` has one and trains on all that it draws. `random_routing` has none and
+    keeps as many as `filter_only`, but any. The last two are ablations."""
     eps: Eps = Eps()
     pool: Pooling = Pooling()
+    teacher: Teacher = Teacher()
+    gate: Gate = Gate()
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there is a teacher, and room for its hints."""
+        return self.arm in ("whole", "scaffold_only") and self.teacher.kind != "none" and self.pool.max_depth > 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether a round trains on some of the inputs it draws, and not on all."""
+        return self.arm != "scaffold_only"
 
     @property
     def pooling(self) -> Pooling:
-        """`pool`, for arms that have no teacher: nothing is queued for one."""
-        return self.pool.model_copy(update={"max_depth": 0})
+        """`pool`; where there is no teacher, nothing is queued for one."""
+        return self.pool if self.teaches else self.pool.model_copy(update={"max_depth": 0})
 
 
 class Lora(Section):
