@@ -5,7 +5,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 PYTHON ?= python3
 READY := .venv/.ready
 
-.PHONY: setup demo test bench ui clean
+.PHONY: setup demo test bench eps-study ui clean
 
 setup: $(READY)
 
@@ -25,6 +25,11 @@ test: setup
 bench: setup
 	dvc repro model
 	python -m bench.speed
+
+# What choosing inputs by EPS, and a teacher, are worth: hours; goes on where it was stopped.
+eps-study: setup
+	dvc repro data model
+	python -m bench.eps_study
 
 # The runs and models of this checkout, on http://127.0.0.1:5000
 ui: setup

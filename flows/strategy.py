@@ -39,8 +39,8 @@ Evaluated = tuple[Candidate, Manifest]
 
 
 @flow(name="strategy", flow_run_name="{name}")
-def strategy(params: str, name: str) -> None:
-    """Carry out one strategy of the settings; writes outputs/NAME."""
+def strategy(params: str, name: str, out: str = "outputs") -> None:
+    """Carry out one strategy of the settings; writes OUT/NAME."""
     settings = load(Path(params))
     if name not in settings.strategies:
         raise SettingsError(f"{params}: there is no strategy '{name}'. There are: {', '.join(settings.strategies)}.")
@@ -63,7 +63,7 @@ def strategy(params: str, name: str) -> None:
             print(done[-1].said, flush=True)
             run = replace(run, offset=run.offset + (settings.weights.rounds if step == "w" else 1))
     _write_out(work / "out", done, *chosen)
-    publish(work / "out", Path("outputs") / name)
+    publish(work / "out", Path(out) / name)
     print(f"{name} on dev: {chosen[1].metrics['score']:.3f}")
 
 
@@ -127,6 +127,7 @@ def _write_history(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", required=True, help="strategy of the settings file")
+    parser.add_argument("--out", default="outputs", help="folder to put the result in (default: %(default)s)")
 
 
 def main() -> None:

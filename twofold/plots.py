@@ -50,6 +50,25 @@ def rounds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def curves(
+    panels: Mapping[str, Sequence[tuple[str, Sequence[tuple[float, float]]]]], x: str, y: str, path: Path
+) -> None:
+    """A panel for each title, with its curves: a name and points each; curves of one name have one colour."""
+    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+    for axes, (title, lines) in zip(
+        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
+    ):
+        colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(name for name, _ in lines))}
+        for number, (name, points) in enumerate(lines):
+            new = name not in [earlier for earlier, _ in lines[:number]]
+            axes.plot(*zip(*points, strict=True), color=colours[name], alpha=0.8, label=name if new else None)
+        axes.set(xlabel=x, title=title, ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set(ylabel=y)
+    figure.axes[0].legend(frameon=False)
+    _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> None:
     # Without metadata, equal pictures are equal bytes.
     figure.savefig(path, dpi=120, metadata={"Software": None})

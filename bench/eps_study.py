@@ -1,0 +1,197 @@
+"""What choosing inputs by EPS, and a teacher's hints, are worth on the default task: `make eps-study`. Takes hours.
+
+1. For each seed, start and arm, train in a run of its own; runs of one seed and start differ in `scaffold` alone. What
+   is finished is not run again.
+2. Before and after, roll out each training input without a hint. Of those that no rollout solved before, count those
+   that one solves after.
+3. Compare the arms by their score on dev at equal rollouts: those of training and of the teacher's trials. Between two
+   evaluations the score is interpolated.
+
+After each run docs/eps-study.json, .md and .png show all that is finished.
+"""
+
+import argparse
+import csv
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+from scipy.stats import sem, t
+
+from tasks import WORK
+from tasks.stage import fetched_model, prepared_data
+from tasks.step import code_digest
+from twofold import digests, plots, policy, rollouts
+from twofold.evaluation import CONFIDENCE
+from twofold.examples import read_examples
+from twofold.presets import as_yaml
+from twofold.programs import STATE, load_pipeline, load_state
+from twofold.records import read_json, write_json
+from twofold.sampling.local import LocalEngine
+from twofold.settings import Settings, load
+
+STARTS = {"vanilla": ["w"], "prompts": ["p", "w"]}
+ARMS = ("off", "filter_only", "scaffold_only", "random_routing", "whole")
+SEEDS = (0, 1, 2)
+TRIES = 4
+"""Rollouts that show whether an input is solved."""
+
+FOLDER = WORK / "eps-study"
+REPORT = Path("docs/eps-study")
+
+Curve = list[tuple[float, float]]
+"""Rollouts spent since the start, and the score on dev; in order, from the start's own score on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one training came to."""
+
+    seed: int
+    start: str
+    arm: str
+    curve: Curve
+    unsolved: int
+    """Training inputs that no rollout of the start solved."""
+    solved: int
+    """How many of them a rollout solves after training."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.eps_study", description=__doc__.splitlines()[0])
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings of all runs (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    options = parser.parse_args()
+    base = load(options.params).model_dump(mode="json")
+    done: list[Run] = []
+    for seed, start, arm in product(options.seeds, STARTS, ARMS):
+        scaffold = None if arm == "off" else {**(base["scaffold"] or {}), "arm": arm}
+        name = f"{start}-{arm}"
+        changed = {"seed": seed, "scaffold": scaffold, "strategies": {name: STARTS[start]}}
+        done.append(_run(Settings.model_validate(base | changed), name, start, arm))
+        _report(done)
+
+
+def _run(settings: Settings, name: str, start: str, arm: str) -> Run:
+    """Train and measure, unless that was done before."""
+    key = digests.short(digests.of_json([settings.model_dump(mode="json"), code_digest()]))
+    folder = FOLDER / f"{name}-{settings.seed}-{key}"
+    kept = folder / "run.json"
+    if kept.is_file():
+        return Run(**read_json(kept)["run"])
+    folder.mkdir(parents=True, exist_ok=True)
+    params = folder / "params.yaml"
+    params.write_text(as_yaml(settings), encoding="utf-8")
+    command = [sys.executable, "-m", "flows.strategy", "--params", str(params), "--name", name, "--out", str(folder)]
+    subprocess.run(command, check=True)
+    unsolved, solved = _solved(settings, folder / name)
+    curve = curve_of(read_json(folder / name / "metrics.json"), sorted((folder / name).glob("*-w"))[-1])
+    run = Run(settings.seed, start, arm, curve, len(unsolved), len(unsolved & solved))
+    write_json({"run": asdict(run)}, kept)
+    return run
+
+
+def curve_of(metrics: Mapping, step: Path) -> Curve:
+    """The training's curve: its start's score on dev, and then each evaluation of its history."""
+    gain = metrics["steps"][step.name]
+    points = [(0.0, metrics["dev"]["score"] - gain["kept"] * gain["difference"])]
+    spent = 0.0
+    with (step / "history.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            spent += float(row["spent/rollouts"]) - float(row["dev/rollouts"] or 0)
+            if row["dev/score"]:
+                points.append((spent, float(row["dev/score"])))
+    return points
+
+
+def _solved(settings: Settings, made: Path) -> tuple[set[str], set[str]]:
+    """Training inputs that no rollout solves before training, and those that one solves after, without a hint."""
+    pipeline, model = load_pipeline(settings.pipeline), fetched_model(settings)
+    program = pipeline.program()
+    load_state(program, made / "program" / STATE)
+    examples = read_examples(prepared_data().folder / "train.jsonl")
+    engine = LocalEngine(model.folder, settings)
+    judge = pipeline.accuracy or pipeline.metric
+
+    def successes(policies: dict[str, str], *names: str) -> dict[str, float]:
+        jobs = rollouts.plan(examples, TRIES, settings.seed, "eps-study", *names)
+        found = rollouts.run(program, jobs, judge, engine, settings, settings.weights.draw, policies)
+        best: dict[str, float] = defaultdict(float)
+        for rollout in found:
+            best[rollout.example_id] = max(best[rollout.example_id], rollout.reward)
+        return best
+
+    before = FOLDER / f"before-{settings.seed}-{digests.of_file(made / 'program' / STATE)[:12]}.json"
+    if not before.is_file():
+        write_json({"best": successes({}, "before")}, before)
+    unsolved = {name for name, reward in read_json(before)["best"].items() if reward == 0}
+    trained = {name: engine.load(folder) for name, folder in policy.adapters_in(made / "checkpoint").items()}
+    return unsolved, {name for name, reward in successes(trained, "after").items() if reward > 0}
+
+
+def score_at(curve: Curve, spent: float) -> float:
+    """The score after so many rollouts; that of the last evaluation when there were not so many."""
+    return float(np.interp(spent, *zip(*curve, strict=True)))
+
+
+def spent_to(curve: Curve, score: float) -> float | None:
+    """After how many rollouts the score was first reached; None when it never was."""
+    if curve[0][1] >= score:
+        return 0.0
+    for (x, low), (end, high) in pairwise(curve):
+        if high >= score:
+            return x + (end - x) * (score - low) / (high - low)
+    return None
+
+
+def _report(done: Sequence[Run]) -> None:
+    REPORT.parent.mkdir(exist_ok=True)
+    write_json({"runs": [asdict(run) for run in done]}, REPORT.with_suffix(".json"))
+    text = "\n".join(line for start in STARTS for line in _table(start, [run for run in done if run.start == start]))
+    REPORT.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    curves = {f"from {start}": [(run.arm, run.curve) for run in done if run.start == start] for start in STARTS}
+    plots.curves(curves, "rollouts spent", "score on dev", REPORT.with_suffix(".png"))
+
+
+def _table(start: str, runs: Sequence[Run]) -> Iterator[str]:
+    """Markdown: a row for each arm, over the seeds that all arms have finished."""
+    found = {(run.seed, run.arm): run for run in runs}
+    seeds = [seed for seed in dict.fromkeys(run.seed for run in runs) if all((seed, arm) in found for arm in ARMS)]
+    yield f"## From {start}, seeds {', '.join(map(str, seeds)) or 'to come'}"
+    yield ""
+    yield "| arm | score at equal rollouts | rollouts to the last score of `off` | unsolved inputs solved at the end |"
+    yield "|---|---:|---:|---:|"
+    by_seed = [{arm: found[seed, arm] for arm in ARMS} for seed in seeds]
+    yield from (_row(arm, by_seed) for arm in ARMS if seeds)
+    yield ""
+
+
+def _row(arm: str, by_seed: Sequence[Mapping[str, Run]]) -> str:
+    """One arm's figures, each the mean over seeds."""
+    scores, costs, shares = [], [], []
+    for runs in by_seed:
+        own = runs[arm]
+        scores.append(score_at(own.curve, min(run.curve[-1][0] for run in runs.values())))
+        costs.append(spent_to(own.curve, runs["off"].curve[-1][1]))
+        shares += [own.solved / own.unsolved] if own.unsolved else []
+    reached = [cost for cost in costs if cost is not None]
+    cost = f"{mean(reached):,.0f}" if reached else "never"
+    return f"| {arm} | {_mean(scores)} | {cost} ({len(reached)} of {len(costs)}) | {_mean(shares)} |"
+
+
+def _mean(values: Sequence[float]) -> str:
+    """The mean with its 95% interval (Student's t), where there are values to make one of."""
+    if len(values) < 2:
+        return f"{values[0]:.3f}" if values else "none"
+    low, high = t.interval(CONFIDENCE, len(values) - 1, mean(values), max(sem(values), 1e-12))
+    return f"{mean(values):.3f} ({low:.3f} to {high:.3f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The study of EPS: what it makes of finished runs. The runs themselves are those of `flows.strategy`."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.eps_study import ARMS, Run, _table, curve_of, score_at, spent_to
+
+CURVE = [(0.0, 0.2), (100.0, 0.4), (300.0, 0.3), (400.0, 0.5)]
+
+
+@pytest.mark.parametrize(("spent", "score"), [(0, 0.2), (50, 0.3), (200, 0.35), (350, 0.4), (1000, 0.5)])
+def test_scores_between_evaluations_are_interpolated(spent: float, score: float) -> None:
+    assert score_at(CURVE, spent) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(("score", "spent"), [(0.1, 0), (0.2, 0), (0.3, 50), (0.4, 100), (0.45, 375), (0.5, 400)])
+def test_a_score_is_reached_where_the_curve_first_crosses_it(score: float, spent: float) -> None:
+    assert spent_to(CURVE, score) == pytest.approx(spent)
+
+
+def test_a_score_above_the_curve_is_never_reached() -> None:
+    assert spent_to(CURVE, 0.51) is None
+
+
+@pytest.mark.parametrize(("kept", "first"), [(True, 0.3), (False, 0.5)])
+def test_a_curve_begins_with_its_starts_score_and_leaves_evaluations_out(
+    kept: bool, first: float, tmp_path: Path
+) -> None:
+    """The last step's gain is in the result's score only when the step was kept."""
+    step = tmp_path / "1-w"
+    step.mkdir()
+    rows = ["round,dev/rollouts,dev/score,spent/rollouts", "1,,,12", "2,4,0.4,16", "3,4,0.5,20"]
+    (step / "history.csv").write_text("\n".join(rows))
+    metrics = {"dev": {"score": 0.5}, "steps": {"0-p": {}, "1-w": {"difference": 0.2, "kept": kept}}}
+    assert curve_of(metrics, step) == [(0.0, pytest.approx(first)), (24.0, 0.4), (40.0, 0.5)]
+
+
+def test_arms_are_compared_at_the_rollouts_of_the_cheapest() -> None:
+    """`off` scores 0.4 after 100 rollouts; `whole` is there after 50 of its 200, and scores 0.6 after 100."""
+    runs = [Run(0, "vanilla", arm, [(0.0, 0.2), (100.0, 0.4)], 10, 3) for arm in ARMS if arm != "whole"]
+    runs.append(Run(0, "vanilla", "whole", [(0.0, 0.2), (100.0, 0.6), (200.0, 0.7)], 10, 5))
+    # A seed that is not finished in all arms is left out.
+    runs.append(Run(1, "vanilla", "whole", [(0.0, 0.2), (10.0, 0.9)], 10, 9))
+    lines = list(_table("vanilla", runs))
+    assert lines[0] == "## From vanilla, seeds 0"
+    assert "| off | 0.400 | 100 (1 of 1) | 0.300 |" in lines
+    assert "| whole | 0.600 | 50 (1 of 1) | 0.500 |" in lines
