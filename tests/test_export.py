@@ -113,7 +113,8 @@ def add_result(strategy: str, *adapters: str) -> None:
     program.restate.signature = program.restate.signature.with_instructions("Say less.")
     program.restate.train = [{"text": "text number 1"}]
     save_state(program, folder / "program/program.json")
-    write_json({"steps": ["w"] if adapters else [], "dev": DEV}, folder / "metrics.json")
+    steps = {"0-p": {"kept": False}, "1-w": {"kept": bool(adapters)}}
+    write_json({"steps": steps, "dev": DEV}, folder / "metrics.json")
     if adapters:
         add_checkpoint(folder / "checkpoint", *adapters)
 
@@ -243,6 +244,13 @@ def test_card_has_figures_with_n_and_interval(project: Path) -> None:
     assert results["data"]["dev"] == {"examples": 4, "sha256": digests.of_file(Path("data/prepared/dev.jsonl"))}
     assert results["differences"] == {"weights - vanilla": GAIN}
     assert results["model"]["source"] == "base"
+
+
+def test_card_names_the_steps_that_were_not_undone(project: Path) -> None:
+    export("weights", Path("OUT"), PARAMS)
+    text = Path("OUT/README.md").read_text()
+    assert "weights trained" in text
+    assert "prompts optimized" not in text
 
 
 def test_card_says_that_test_was_not_looked_at(project: Path) -> None:

@@ -113,7 +113,7 @@ def model_card(result: "Result", results: dict[str, Any], merged: bool) -> Model
         title=title(result),
         pipeline=result.pipeline.name,
         strategy=result.strategy,
-        steps=", then ".join(_STEPS[step] for step in results["steps"]) or "no step, the program as it was written",
+        steps=_steps(results["steps"]),
         weights=_weights(result, merged),
         modules=_modules(result),
         draw=", ".join(f"{name} {value}" for name, value in _draw(result.settings).items()),
@@ -207,6 +207,12 @@ def _weights(result: "Result", merged: bool) -> str:
 def _modules(result: "Result") -> str:
     instructions = {name: found.signature.instructions for name, found in modules(result.program).items()}
     return "\n".join(f"- `{name}`: {text.strip().splitlines()[0]}" for name, text in instructions.items())
+
+
+def _steps(steps: dict[str, Any]) -> str:
+    """The steps that are in the result: those that were not undone."""
+    kept = [_STEPS[name.rpartition("-")[2]] for name, step in steps.items() if step["kept"]]
+    return ", then ".join(kept) or "no step, the program as it was written"
 
 
 def _figures(results: dict[str, Any]) -> str:
