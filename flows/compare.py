@@ -9,7 +9,6 @@ from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_table_artifact
-from rich.console import Console
 from rich.table import Table
 
 from flows.sampling import SPENT, evaluate_on
@@ -17,6 +16,7 @@ from tasks import stage, tracking
 from tasks.candidate import Candidate
 from tasks.step import Manifest
 from twofold import evaluation, plots
+from twofold.console import console
 from twofold.programs import load_pipeline
 from twofold.records import read_json, read_rollouts, write_json
 from twofold.seeds import derive
@@ -112,42 +112,43 @@ def _rounds(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 def _publish(report: dict[str, Any]) -> None:
     """On the terminal, and as an artifact of the Prefect run."""
     columns = _columns(report)
-    rows = [
-        {"strategy": name, **{column: _text(row[column]) for column in columns}}
-        for name, row in report["strategies"].items()
-    ]
-    create_table_artifact(table=rows, key="compare", description="\n".join(f"- {line}" for line in _sentences(report)))
-    table = Table("strategy", *columns, title="On test (costs: all steps and this evaluation)")
-    for name, row in report["strategies"].items():
-        table.add_row(name, *(_text(row[column]) for column in columns))
-    console = Console(width=None if Console().is_terminal else 120)
-    console.print(table)
+    rows = _shown(report)
+    named = [dict(zip(columns, row, strict=True)) for row in rows]
+    create_table_artifact(table=named, key="compare", description=_bullets(report))
+    table = Table(*columns, title="On test (costs: all steps and this evaluation)")
+    for row in rows:
+        table.add_row(*row)
+    screen = console()
+    screen.print(table)
     for line in _sentences(report):
-        console.print(line)
+        screen.print(line)
 
 
 def _columns(report: dict[str, Any]) -> list[str]:
     """What is shown: money only where some was spent."""
     spent = any(row["money"] for row in report["strategies"].values())
-    return [name for name in COLUMNS if spent or name != "money"]
+    return ["strategy", *(name for name in COLUMNS if spent or name != "money")]
+
+
+def _shown(report: dict[str, Any]) -> list[list[str]]:
+    """A row for each strategy, its numbers as texts."""
+    _, *columns = _columns(report)
+    return [[name, *(_text(row[column]) for column in columns)] for name, row in report["strategies"].items()]
 
 
 def _markdown(report: dict[str, Any]) -> str:
     columns = _columns(report)
-    header = f"| strategy | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}\n"
-    rows = [
-        f"| {name} | {' | '.join(_text(row[column]) for column in columns)} |\n"
-        for name, row in report["strategies"].items()
-    ]
-    return header + "".join(rows) + "\n" + "".join(f"- {line}\n" for line in _sentences(report))
+    header = f"| {' | '.join(columns)} |\n|---|{'---:|' * (len(columns) - 1)}\n"
+    rows = [f"| {' | '.join(row)} |\n" for row in _shown(report)]
+    return header + "".join(rows) + "\n" + _bullets(report)
+
+
+def _bullets(report: dict[str, Any]) -> str:
+    return "".join(f"- {line}\n" for line in _sentences(report))
 
 
 def _sentences(report: dict[str, Any]) -> list[str]:
-    return [
-        f"{name}: {found['difference']:+.3f} (95% interval {found['ci_low']:+.3f} to {found['ci_high']:+.3f}, "
-        f"n = {found['n']})"
-        for name, found in report["differences"].items()
-    ] + [
+    return [evaluation.sentence(name, found) for name, found in report["differences"].items()] + [
         f"{name}: step {step} was undone: {found['difference']:+.3f} on dev (standard error "
         f"{found['standard_error']:.3f}, n = {found['n']})"
         for name, steps in report["steps"].items()

@@ -26,11 +26,10 @@ from tasks import stage, tracking
 from tasks.candidate import Candidate
 from tasks.step import Manifest, publish
 from twofold import evaluation
-from twofold.errors import SettingsError
 from twofold.evaluation import Gain
 from twofold.programs import STATE, load_pipeline, save_state
 from twofold.records import read_rollouts, write_json
-from twofold.settings import load
+from twofold.settings import load, steps_of
 
 STEPS = {"p": optimize_prompts, "w": train_weights}
 
@@ -42,8 +41,7 @@ Evaluated = tuple[Candidate, Manifest]
 def strategy(params: str, name: str, out: str = "outputs") -> None:
     """Carry out one strategy of the settings; writes OUT/NAME."""
     settings = load(Path(params))
-    if name not in settings.strategies:
-        raise SettingsError(f"{params}: there is no strategy '{name}'. There are: {', '.join(settings.strategies)}.")
+    steps = steps_of(settings, name, Path(params))
     data, model = stage.prepared_data(), stage.fetched_model(settings)
     pipeline = load_pipeline(settings.pipeline)
     inputs = {"data": data.digest, "model": model.digest, "pipeline": pipeline.digest}
@@ -55,8 +53,8 @@ def strategy(params: str, name: str, out: str = "outputs") -> None:
         chosen = (vanilla, evaluate_on("dev", work / "vanilla", settings, vanilla, data))
         run.log(on_dev(chosen[1]))
         done: list[Done] = []
-        for place, step in enumerate(settings.strategies[name]):
-            number = settings.strategies[name][:place].count(step)
+        for place, step in enumerate(steps):
+            number = steps[:place].count(step)
             made = STEPS[step](work / f"{place}-{step}", settings, chosen[0], data, run, number)
             chosen, gain = go_on(chosen, made)
             done.append(Done(f"{place}-{step}", made, gain))

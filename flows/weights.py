@@ -59,7 +59,7 @@ def train_weights(
 
     `number` tells this step from other trainings in the same strategy.
     """
-    if settings.scaffold and settings.scaffold.teaches:
+    if settings.teaches:
         check_teacher(settings, load_pipeline(settings.pipeline))
     rounds: list[Round] = []
     taught = Taught(None, Spent())
@@ -77,7 +77,7 @@ def train_weights(
     if settings.scaffold:
         _add_scores(folder / "records", rounds)
         records[POOL] = rounds[-1].checkpoint.folder / POOL
-        if settings.scaffold.teaches:
+        if settings.teaches:
             _add_attempts(folder / "records", rounds)
     return Made(evaluated, spent, history, records)
 
@@ -109,7 +109,7 @@ def train_round(
         grouped=batch.grouped,
         round_number=round_number,
     )
-    if settings.scaffold and settings.scaffold.teaches and not last:
+    if settings.teaches and not last:
         names, hints = ["weights", number, round_number], folder / "hints"
         checkpoint, now = teach_beside(training, hints, settings, candidate, data, batch.grouped, taught, names)
     else:
@@ -124,7 +124,7 @@ def train_round(
 
 def _teaching(settings: Settings, batch: Batch, before: Taught, now: Taught) -> dict[str, float]:
     """Numbers of the teacher's part in a round; none without a teacher."""
-    if not settings.scaffold or not settings.scaffold.teaches:
+    if not settings.teaches:
         return {}
     return now.metrics(before.spent, batch.grouped.metrics["scaffolds/gain"])
 

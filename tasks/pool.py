@@ -76,11 +76,12 @@ def select(
     mean reward, for they come in some rounds only.
     """
     pool, hints = read_pool(drawn.folder / POOL), read_hints(drawn.folder / POOL)
-    due = read_json(drawn.folder / DRAWN)["due"]
+    due = set(read_json(drawn.folder / DRAWN)["due"])
     rows = [row for part in scored for row in read_scores(part.folder / SCORES)]
     rows, pool = _route(rows, pool, settings, round_number + 1)
     rollouts = [rollout for shard in shards for rollout in read_rollouts(shard.folder)]
-    chosen = [rollout for rollout in rollouts if rollout.example_id in kept]
+    trained = set(kept)
+    chosen = [rollout for rollout in rollouts if rollout.example_id in trained]
     seed = derive(settings.seed, "groups", round_number)
     groups = make_groups(chosen, settings.weights.groups, settings.rewards, seed)
     write_rollouts(rollouts, folder)
@@ -90,7 +91,7 @@ def select(
     write_hints(hints, folder / POOL)
     reward = means([rollout for rollout in rollouts if rollout.example_id not in due])
     counts = {**_shares(rows, len(due)), **_sizes(pool), "kept": float(len(kept))}
-    if settings.scaffold.pooling.max_depth:  # there is a teacher
+    if settings.scaffold.teaches:
         counts |= _useful([row for row in of_examples(rows) if row.example_id in hints and row.example_id not in due])
     return {**reward, **account(chosen, groups), **counts}
 

@@ -13,7 +13,7 @@ give it away side by side.
 
 import dataclasses
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ import dspy
 
 from twofold import digests, leaks
 from twofold.endpoints import Ledger, Spent
+from twofold.eps import Score
+from twofold.examples import labels_of
 from twofold.hints import Placed, Prompt, lineage, prompt_with
 from twofold.pool import Pool, answer
 from twofold.records import Rollout, read_json, write_json
@@ -95,24 +97,27 @@ def cases_of(
         field: the input that takes hints.
     """
     found = {row.example_id: row for row in of_examples(rows)}
+    by_module = _by_module(rows)
+    tried = defaultdict(list)
+    for rollout in rollouts:
+        tried[rollout.example_id].append(rollout)
     cases = []
     for prompt_id in (name for name, state in pool.states().items() if state == "queued"):
         original, own = lineage(prompt_id, hints)
         seen = prompt_with(prompt_id, examples[original], own, field).example
-        tried = [rollout for rollout in rollouts if rollout.example_id == prompt_id]
         score, said = found[prompt_id].score, found[prompt_id].verdict
-        request = request_for(prompt_id, seen, tried, score, said, settings.teacher)
-        cases.append(Case(examples[original], own, request, place(_by_module(rows, prompt_id))))
+        request = request_for(prompt_id, seen, tried[prompt_id], score, said, settings.teacher)
+        cases.append(Case(examples[original], own, request, place(by_module[prompt_id])))
     return cases
 
 
-def _by_module(rows: Sequence[Scored], prompt_id: str) -> dict[str, list[Any]]:
-    """Scores of the prompt's groups; a group's id ends with its module and index."""
-    found: dict[str, list[Any]] = {}
+def _by_module(rows: Sequence[Scored]) -> dict[str, dict[str, list[Score]]]:
+    """Scores of each prompt's groups, by module; a group's id ends with its module and index."""
+    found: dict[str, dict[str, list[Score]]] = defaultdict(dict)
     for row in rows:
-        if row.group_id and row.example_id == prompt_id:
-            _, *module, _ = row.group_id.removeprefix(prompt_id).split("/")
-            found.setdefault("/".join(module), []).append(row.score)
+        if row.group_id:
+            _, *module, _ = row.group_id.removeprefix(row.example_id).split("/")
+            found[row.example_id].setdefault("/".join(module), []).append(row.score)
     return found
 
 
@@ -161,8 +166,7 @@ def text_gate(case: Case, settings: Scaffold, field: str) -> Gate:
 def golds(example: dspy.Example) -> list[str]:
     """What must not be given away: each label that is a text or number, and each one in a list; one empty text for an
     example without any."""
-    inputs = example.inputs().toDict()
-    labels = [value for name, value in example.toDict().items() if name not in inputs and name != "id"]
+    labels = labels_of(example).values()
     listed = [part for value in labels for part in (value if isinstance(value, list | tuple) else [value])]
     return [str(part) for part in listed if isinstance(part, str | int | float)] or [""]
 

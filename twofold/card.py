@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from twofold.evaluation import sentence
 from twofold.models import EMBEDDED, is_local
 from twofold.programs import modules
 from twofold.records import SHARED
@@ -228,11 +229,7 @@ def _figures(results: dict[str, Any]) -> str:
 
 
 def _differences(results: dict[str, Any]) -> str:
-    lines = [
-        f"- {name}: {row['difference']:+.3f} (95% interval {row['ci_low']:+.3f} to {row['ci_high']:+.3f}, "
-        f"n = {row['n']:.0f})"
-        for name, row in results["differences"].items()
-    ]
+    lines = [f"- {sentence(name, row)}" for name, row in results["differences"].items()]
     return "\n".join(["Differences on test, paired by example:", "", *lines]) if lines else ""
 
 

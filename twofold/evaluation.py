@@ -5,7 +5,7 @@ Intervals are bootstrap intervals of the mean at 95%, bias-corrected and acceler
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import stdev
@@ -99,6 +99,14 @@ def difference(a: Sequence[Rollout], b: Sequence[Rollout], resamples: int, seed:
     gains = _gains(a, b)
     low, high = _interval(gains, resamples, seed)
     return Difference(float(np.mean(gains)), low, high, len(gains))
+
+
+def sentence(name: str, found: Mapping[str, float]) -> str:
+    """A difference in words, with its interval and n; `found` holds the fields of a `Difference`."""
+    return (
+        f"{name}: {found['difference']:+.3f} (95% interval {found['ci_low']:+.3f} to {found['ci_high']:+.3f}, "
+        f"n = {found['n']:.0f})"
+    )
 
 
 def gain(after: Sequence[Rollout], before: Sequence[Rollout]) -> Gain:

@@ -19,6 +19,12 @@ def example_id(example: dspy.Example) -> str:
     return digests.short(digests.of_json(fields)) if own in (None, "") else str(own)
 
 
+def labels_of(example: dspy.Example) -> dict[str, Any]:
+    """The fields that a program is not given: all but its inputs and the `id`."""
+    inputs = example.inputs().toDict()
+    return {name: value for name, value in example.toDict().items() if name not in inputs and name != "id"}
+
+
 def write_examples(examples: Sequence[dspy.Example], path: Path) -> None:
     """Write one example per line: `example_id`, `inputs` (the names of its input fields) and `fields`.
 

@@ -18,11 +18,11 @@ import dspy
 import yaml
 
 from twofold import adapters, card, digests, local_lm, models, policy
-from twofold.errors import ExportError, SettingsError
+from twofold.errors import ExportError
 from twofold.examples import read_examples
 from twofold.programs import STATE, Pipeline, load_pipeline, load_state, modules, save_state
 from twofold.records import Checkpoint, read_checkpoint, read_json, write_json
-from twofold.settings import Settings, load
+from twofold.settings import Settings, load, steps_of
 from twofold.splits import SPLITS
 
 OUTPUTS = Path("outputs")
@@ -93,10 +93,7 @@ def open_result(strategy: str, params: Path) -> Result:
         TwofoldError: there is none, or it does not fit its checkpoint's manifest.
     """
     settings = load(params)
-    if strategy not in settings.strategies:
-        raise SettingsError(
-            f"{params}: there is no strategy '{strategy}'. There are: {', '.join(settings.strategies)}."
-        )
+    steps_of(settings, strategy, params)
     folder = OUTPUTS / strategy
     if not (folder / "metrics.json").is_file():
         raise ExportError(f"{folder} is missing. Run the strategy first: dvc repro strategy@{strategy}")

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from twofold.console import console
 from twofold.errors import RecordError
 from twofold.pool import Pool, Transition, at_round, counts, diff, read_pool
 
@@ -27,7 +27,7 @@ def show(folder: Path, round_number: int | None) -> None:
         if state:
             turns = pool.table["turns"][pool.positions[prompt_id]]
             table.add_row(escape(prompt_id), state, str(turns), *_visit(visits.get(prompt_id)))
-    _print(table)
+    console().print(table)
 
 
 def show_difference(a: Path, b: Path, round_a: int | None, round_b: int | None) -> None:
@@ -37,7 +37,7 @@ def show_difference(a: Path, b: Path, round_a: int | None, round_b: int | None) 
     table = Table("prompt", "before", "after", title=f"prompts that differ: {len(changes)}")
     for change in changes:
         table.add_row(escape(change.prompt_id), change.before or "-", change.after or "-")
-    _print(table)
+    console().print(table)
 
 
 def _read(folder: Path, round_number: int | None) -> Pool:
@@ -60,7 +60,3 @@ def _visit(row: Transition | None) -> tuple[str, ...]:
     if row is None or row.score is None:
         return ("", "", "", "")
     return str(row.round), str(row.verdict), f"{row.score.value:.3f}", f"{row.score.mean:.3f}"
-
-
-def _print(table: Table) -> None:
-    Console(width=None if Console().is_terminal else 120).print(table)

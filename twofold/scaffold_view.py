@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from twofold.attempts import ATTEMPTS, read_attempts
+from twofold.console import console
 from twofold.errors import RecordError
 from twofold.hints import lineage, read_hints
 from twofold.pool import Transition, read_pool
@@ -32,13 +32,13 @@ def show(prompt_id: str, folder: Path) -> None:
         if row.prompt_id in family:
             texts = map(escape, (row.prompt_id, str(row.number), row.end, row.text, row.reason))
             tried.add_row(str(row.round), *texts)
-    _print(tried)
+    console().print(tried)
     states = ", ".join(f"{name} {pool.state(name) or 'left'}" for name in pool.ids if name in family)
     changes = Table("round", "prompt", "before", "after", "cause", "verdict", "score", "mean", title=escape(states))
     for row in pool.log:
         if row.prompt_id in family:
             changes.add_row(*_change(row))
-    _print(changes)
+    console().print(changes)
 
 
 def _change(row: Transition) -> tuple[str, ...]:
@@ -46,7 +46,3 @@ def _change(row: Transition) -> tuple[str, ...]:
     if row.score is None:
         return moved
     return (*moved, str(row.verdict), f"{row.score.value:.3f}", f"{row.score.mean:.3f}")
-
-
-def _print(table: Table) -> None:
-    Console(width=None if Console().is_terminal else 120).print(table)

@@ -27,7 +27,7 @@ from twofold import digests, programs
 from twofold.endpoints import Ledger, Pace, client, lm_of, money_for
 from twofold.eps import Score, Verdict
 from twofold.errors import PipelineError, SettingsError
-from twofold.examples import example_id
+from twofold.examples import example_id, labels_of
 from twofold.leaks import Verdict as Check
 from twofold.leaks import useless
 from twofold.pool import Answer, Outcome
@@ -155,10 +155,8 @@ def request_for(
     settings: TeacherSettings,
 ) -> Request:
     """The request for one example; it holds the example's labels only for a teacher that is `answer_aware`."""
-    inputs = example.inputs().toDict()
-    labels = {name: value for name, value in example.toDict().items() if name not in inputs and name != "id"}
-    reference = labels if settings.answer_aware else None
-    return Request(prompt_id, inputs, tuple(rollouts), score, verdict, reference)
+    reference = labels_of(example) if settings.answer_aware else None
+    return Request(prompt_id, example.inputs().toDict(), tuple(rollouts), score, verdict, reference)
 
 
 def scaffold(

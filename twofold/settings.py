@@ -361,6 +361,11 @@ class Settings(Section):
     """Sequences of steps to compare, by name; each begins with the program as it was written."""
     tracking: Tracking = Tracking()
 
+    @property
+    def teaches(self) -> bool:
+        """Whether a teacher has a part in training."""
+        return self.scaffold is not None and self.scaffold.teaches
+
     @model_validator(mode="after")
     def _context_holds_a_completion(self) -> "Settings":
         if self.sampling.max_tokens >= self.sampling.context:
@@ -397,6 +402,19 @@ class Settings(Section):
                 "the probability ratio carries that noise."
             )
         return found
+
+
+def steps_of(settings: Settings, strategy: str, params: Path) -> tuple[Step, ...]:
+    """The steps of a strategy of the settings in the file `params`.
+
+    Raises:
+        SettingsError: there is no such strategy.
+    """
+    if strategy not in settings.strategies:
+        raise SettingsError(
+            f"{params}: there is no strategy '{strategy}'. There are: {', '.join(settings.strategies)}."
+        )
+    return settings.strategies[strategy]
 
 
 def load(path: Path) -> Settings:
