@@ -9,10 +9,10 @@ import dspy
 import pytest
 import yaml
 
+from flows.cli import main
 from tests.tiny import PIPELINE, SETTINGS, make_model
 from twofold.asking import Answers, join
 from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
-from twofold.cli import main
 from twofold.endpoints import Spent
 from twofold.eps import score
 from twofold.hints import write_hints
@@ -100,7 +100,7 @@ def test_warnings_are_shown(project: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_waits_for_no_library() -> None:
-    code = "import sys, twofold.cli; print(sorted({'dspy', 'torch', 'rich', 'pydantic', 'yaml'} & set(sys.modules)))"
+    code = "import sys, flows.cli; print(sorted({'dspy', 'torch', 'rich', 'pydantic', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -16,11 +16,11 @@ from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from flows.cli import main
 from tasks import stage
 from tasks.train import CHECKPOINT
 from tests.tiny import PIPELINE, SETTINGS, make_model
 from twofold import digests, models, policy
-from twofold.cli import main
 from twofold.errors import TwofoldError
 from twofold.export import export
 from twofold.programs import load_pipeline, load_state, save_state

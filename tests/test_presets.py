@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import main
 from twofold import settings
-from twofold.cli import main
 from twofold.errors import SettingsError
 from twofold.presets import MODELS, TASKS, as_yaml, preset
 
