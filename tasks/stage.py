@@ -50,7 +50,7 @@ def run(
 
 def work_folder(stage: str, settings: Settings, inputs: Mapping[str, str]) -> Path:
     """Where this stage with these settings, inputs (digests by name) and code keeps its work."""
-    parts = {"settings": settings.model_dump(mode="json"), "inputs": dict(inputs), "code": code_digest()}
+    parts = {"settings": settings.of_results(), "inputs": dict(inputs), "code": code_digest()}
     return WORK / stage / digests.short(digests.of_json(parts))
 
 

@@ -132,7 +132,7 @@ def _experiment(client: "MlflowClient", name: str) -> str:
 
 def _parent(client: "MlflowClient", experiment: str, settings: Settings, data: str) -> str:
     """The run that all stages with these settings and this data share."""
-    fingerprint = digests.short(digests.of_json({"settings": settings.model_dump(mode="json"), "data": data}))
+    fingerprint = digests.short(digests.of_json({"settings": settings.of_results(), "data": data}))
     found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{fingerprint}'", max_results=1)
     if found:
         return found[0].info.run_id
@@ -153,7 +153,7 @@ def _params(settings: Settings) -> list[Any]:
     from mlflow.entities import Param
 
     # An address may carry a password.
-    plain = settings.model_dump(mode="json", exclude={"tracking"})
+    plain = {name: value for name, value in settings.of_results().items() if name != "tracking"}
     return [Param(name, str(value)) for name, value in sorted(_flat(plain).items())]
 
 

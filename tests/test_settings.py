@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from twofold.errors import SettingsError
-from twofold.settings import Pooling, Rewards, Scaffold, Settings, Teacher, load
+from twofold.settings import Pooling, Rewards, Scaffold, Settings, Teacher, change, load
 
 
 def written(folder: Path, text: str) -> Path:
@@ -45,6 +45,8 @@ def test_an_empty_file_has_the_defaults(tmp_path):
         ),
         ("sampling: {adapter: xlm}\n", r":1: sampling\.adapter: .*'plain', 'chat', 'json' or 'xml'"),
         ("sampling: {context: 10, max_tokens: 10}\n", r"max_tokens must be smaller than sampling\.context"),
+        ("retrain: {schedule: {cron: x, interval: 3}}\n", "give either cron or interval"),
+        ("ui: {mlflow_port: 4200}\n", "prefect_port and mlflow_port must differ"),
         ("- a\n", r":1: settings: "),
         ("a: [\n", "not valid YAML"),
     ],
@@ -114,3 +116,24 @@ def test_rewards_of_failures():
     assert [rewards.of("parse_error", share) for share in (0.0, 0.5, 1.0)] == [-1.0, -0.25, 0.5]
     # 0 is a reward, not a missing one.
     assert Rewards(failure=0.5).of("parse_error", 0.0) == 0.0
+
+
+def test_a_change_leaves_everything_else(tmp_path):
+    path = written(tmp_path, "# mine\npipeline: tiny   # which\nweights:\n  rounds: 3\n  loss: {beta: 0.1}\n")
+    change(path, {"weights.rounds": 20, "pipeline": "other-one", "weights.loss.beta": 0})
+    assert path.read_text() == ('# mine\npipeline: "other-one"   # which\nweights:\n  rounds: 20\n  loss: {beta: 0}\n')
+
+
+@pytest.mark.parametrize(("name", "value"), [("weights.rounds", 0), ("weights.steps", 1), ("seed.x", 1)])
+def test_a_wrong_change_changes_nothing(tmp_path, name, value):
+    text = "seed: 1\nweights: {rounds: 3}\n"
+    path = written(tmp_path, text)
+    with pytest.raises(SettingsError):
+        change(path, {"seed": 7, name: value})
+    assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_results_do_not_depend_on_when_they_are_made():
+    later = Settings.model_validate({"retrain": {"schedule": {"interval": 60}}, "ui": {"mlflow_port": 5001}})
+    assert later.of_results() == Settings().of_results()

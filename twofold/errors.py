@@ -23,3 +23,11 @@ class PipelineError(TwofoldError):
 
 class ExportError(TwofoldError):
     """A strategy's result cannot be exported."""
+
+
+class ChampionError(TwofoldError):
+    """There is no champion, or not the files of one."""
+
+
+class RetrainError(TwofoldError):
+    """A retraining cannot begin, or a command of it failed."""

@@ -46,7 +46,8 @@ def read_examples(path: Path) -> list[dspy.Example]:
         PipelineError: the file is missing, torn or empty, or two examples share an id.
     """
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        # Not `splitlines`: a text may hold other line ends, such as U+2028.
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         examples = [dspy.Example(**row["fields"]).with_inputs(*row["inputs"]) for row in rows]
     except OSError as error:
         raise PipelineError(f"{path}: cannot be read ({error.strerror}). Run the `data` stage again.") from error

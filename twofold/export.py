@@ -193,7 +193,7 @@ def _write_merged(result: Result, folder: Path) -> None:
 
 def _public(settings: Settings) -> dict[str, Any]:
     """The settings without what is private; of a local model only the folder's name."""
-    public = _without(settings.model_dump(mode="json"))
+    public = _without(settings.of_results())
     public["model"]["source"] = card.source_of(settings)
     return public
 

@@ -5,6 +5,8 @@ nearest valid name.
 """
 
 import difflib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,7 +27,7 @@ class Section(BaseModel):
 
 class Data(Section):
     train: Positive | None = None
-    """Examples to use of each split, from its beginning; `null` uses all."""
+    """Examples to use of each split, from its beginning; `null` uses all. What arrived later is used in any case."""
     dev: Positive | None = None
     test: Positive | None = None
 
@@ -332,6 +334,61 @@ Step = Literal["p", "w"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
+class Schedule(Section):
+    """When retraining begins by itself: either, not both."""
+
+    cron: str | None = None
+    """Five fields, such as `0 3 * * *`; times are in UTC."""
+    interval: Positive | None = None
+    """Seconds from one beginning to the next."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "Schedule":
+        if (self.cron is None) == (self.interval is None):
+            raise ValueError("give either cron or interval")
+        return self
+
+
+class Promotion(Section):
+    """What a new result must do to take the champion's place; see `gate.py`."""
+
+    bound: float = 0.0
+    """The lower end of the gain's 95% interval must be above this, in units of reward."""
+    format_drop: Share = 0.02
+    """By how much the share of rollouts that can be read may be lower than the champion's."""
+    leakage_rise: Annotated[float, Field(ge=0)] = 0.0
+    """By how much the metric's channel `leakage` may be higher than the champion's."""
+
+
+class Retrain(Section):
+    """Training again as data arrives; see `flows/retrain.py`."""
+
+    schedule: Schedule | None = None
+    """Null begins only by hand."""
+    strategy: Name = "together"
+    incoming: str = "data/incoming"
+    """Folder in which rows arrive, as files `*.jsonl`."""
+    gate: Promotion = Promotion()
+    approval: bool = False
+    """Whether a person must agree, in Prefect's UI, to what passed the gate."""
+
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Ui(Section):
+    """Ports of `make ui`, on 127.0.0.1."""
+
+    prefect_port: Port = 4200
+    mlflow_port: Port = 5000
+
+    @model_validator(mode="after")
+    def _are_two(self) -> "Ui":
+        if self.prefect_port == self.mlflow_port:
+            raise ValueError("prefect_port and mlflow_port must differ")
+        return self
+
+
 class Tracking(Section):
     uri: str = ""
     """MLflow tracking server; empty for a SQLite file in the work folder."""
@@ -360,6 +417,12 @@ class Settings(Section):
     }
     """Sequences of steps to compare, by name; each begins with the program as it was written."""
     tracking: Tracking = Tracking()
+    retrain: Retrain = Retrain()
+    ui: Ui = Ui()
+
+    def of_results(self) -> dict[str, Any]:
+        """The settings that can change a result, as JSON values."""
+        return self.model_dump(mode="json", exclude={"retrain", "ui"})
 
     @property
     def teaches(self) -> bool:
@@ -437,6 +500,34 @@ def load(path: Path) -> Settings:
     except ValidationError as error:
         problems = [_explain(problem, path, root) for problem in error.errors()]
         raise SettingsError("\n".join(problems)) from error
+
+
+def change(path: Path, values: Mapping[str, str | int]) -> None:
+    """Set values in a settings file, by dotted name; everything else in it stays as it is, comments too.
+
+    Raises:
+        SettingsError: a name is not in the file, or a value is wrong; the file is as it was.
+    """
+    text = path.read_text(encoding="utf-8")
+    for name, value in values.items():
+        node = _value(yaml.compose(text, Loader=yaml.SafeLoader), name.split("."))
+        if node is None:
+            raise SettingsError(f"{path} has no {name} that could be changed. Write it down there first.")
+        text = text[: node.start_mark.index] + json.dumps(value) + text[node.end_mark.index :]
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(text, encoding="utf-8")
+    try:
+        load(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _value(node: yaml.Node | None, keys: list[str]) -> yaml.Node | None:
+    for key in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        node = next((value for name, value in pairs if name.value == key), None)
+    return node
 
 
 def _explain(problem: dict[str, Any], path: Path, root: yaml.Node | None) -> str:

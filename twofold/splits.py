@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from twofold.arrivals import arrived
 from twofold.errors import PipelineError
 from twofold.examples import example_id, write_examples
 from twofold.programs import Pipeline
@@ -13,6 +14,8 @@ SPLITS = ("train", "dev", "test")
 def write_splits(pipeline: Pipeline, settings: Settings, folder: Path) -> dict[str, int]:
     """Write `train.jsonl`, `dev.jsonl` and `test.jsonl`, cut as `settings.data` says; returns each one's size.
 
+    What arrived since the pipeline's data were made follows its train examples.
+
     Raises:
         PipelineError: the pipeline gives something else, a split is empty, or an example is in two splits.
     """
@@ -23,6 +26,8 @@ def write_splits(pipeline: Pipeline, settings: Settings, folder: Path) -> dict[s
     sizes = {}
     for split, examples in zip(SPLITS, loaded, strict=True):
         kept = examples[: getattr(settings.data, split)]
+        if split == "train" and kept:
+            kept = [*kept, *arrived(pipeline.name, kept[0].inputs().keys())]
         write_examples(kept, folder / f"{split}.jsonl")
         for name in map(example_id, kept):
             if name in seen:
