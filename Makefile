@@ -31,10 +31,9 @@ eps-study: setup
 	dvc repro data model
 	python -m bench.eps_study
 
-# The runs and models of this checkout, on http://127.0.0.1:5000
+# Prefect, MLflow and the deployments of this checkout, on 127.0.0.1; ports: `ui` in params.yaml. Ctrl-C ends all.
 ui: setup
-	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port 5000 \
-		--backend-store-uri sqlite:///$(CURDIR)/.work/mlflow.db --artifacts-destination $(CURDIR)/.work/mlflow-artifacts
+	@python -m flows.ui
 
 # What a run makes, the caches included; the environment and DVC's own cache stay.
 clean:

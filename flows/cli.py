@@ -20,6 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     _add_preset(commands.add_parser("preset", help="write the settings file for a task and a model"))
     _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))
     _add_scaffolds(commands.add_parser("scaffolds", help="show what a teacher did for an input"))
+    _add_champion(commands.add_parser("champion", help="show which result is in use, or go back to the one before"))
     _add_export(commands.add_parser("export", help="write a strategy's result as a folder to ship"))
     options = vars(parser.parse_args(arguments))
     run = options.pop("run")
@@ -63,6 +64,16 @@ def _add_scaffolds(parser: argparse.ArgumentParser) -> None:
     show.add_argument("id", help="of the input, or of a scaffold of it")
     show.add_argument("folder", type=Path, help="what a training left, such as outputs/weights/0-w")
     show.set_defaults(run=show_scaffolds)
+
+
+def _add_champion(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True)
+    show = actions.add_parser("show", help="who is champion, and every decision about it")
+    show.set_defaults(run=show_champion)
+    back = actions.add_parser("rollback", help="put the previous champion back")
+    back.set_defaults(run=roll_back)
+    for action in (show, back):
+        action.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +160,27 @@ def show_scaffolds(id: str, folder: Path) -> None:
     scaffold_view.show(id, folder)
 
 
+def show_champion(params: Path) -> None:
+    """Print who is champion, and the decisions that made it so."""
+    from twofold import champion_view
+    from twofold.settings import load
+
+    champion_view.show(load(params).pipeline)
+
+
+def roll_back(params: Path) -> None:
+    """Put the previous champion back, also in MLflow."""
+    from tasks import stage, tracking
+    from twofold import champion
+    from twofold.settings import load
+
+    settings = load(params)
+    with stage.alone("retraining", "rollback", "retrain"):
+        decision = champion.rollback(settings.pipeline)
+        tracking.follow(settings)
+    print(f"{decision.candidate} is champion again, instead of {decision.champion}.")
+
+
 def _show(planned: "list[Work]") -> None:
     from rich.console import Console
     from rich.table import Table
@@ -169,3 +201,7 @@ def _show(planned: "list[Work]") -> None:
 def _warn(settings: "Settings") -> None:
     for warning in settings.warnings():
         print(f"warning: {warning}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

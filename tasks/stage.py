@@ -41,7 +41,7 @@ def run(
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         load(Path(parsed["params"]))
-        with _terminable(), _alone(name):
+        with _terminable(), alone("stage", name, "pipeline"):
             flow(**parsed)
     except TwofoldError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -96,13 +96,14 @@ def _terminable() -> Iterator[None]:
 
 
 @contextmanager
-def _alone(name: str) -> Iterator[None]:
-    owner = WORK / "owner"
+def alone(kind: str, name: str, lock: str) -> Iterator[None]:
+    """Keep others out of the block while it runs; raises `TwofoldError` when one of them is in it."""
+    owner = WORK / f"{lock}.owner"
     try:
-        with FileLock(WORK / "pipeline.lock", timeout=0):
-            owner.write_text(f"stage {name}, process {os.getpid()}")
+        with FileLock(WORK / f"{lock}.lock", timeout=0):
+            owner.write_text(f"{kind} {name}, process {os.getpid()}")
             yield
     except Timeout as error:
         raise TwofoldError(
-            f"Another stage works in this checkout ({owner.read_text()}). Wait for it or end it, then try again."
+            f"Another {kind} works in this checkout ({owner.read_text()}). Wait for it or end it, then try again."
         ) from error

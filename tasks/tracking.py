@@ -10,13 +10,13 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tasks import WORK
 from tasks.step import Manifest
-from twofold import digests
+from twofold import champion, digests
 from twofold.programs import STATE, instructions_at
 from twofold.settings import Settings
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RUN_TAG = "twofold.run"
 STAGE_TAG = "twofold.stage"
+DECISION_TAG = "twofold.decision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,38 @@ def log_test(stage: str, settings: Settings, data: str, metrics: Mapping[str, fl
         return
     with stage_run(stage, settings, data) as run:
         run.log(metrics)
+
+
+def follow(settings: Settings) -> None:
+    """Make the registered model of the pipeline say what the decisions say: who is champion, and who was it before.
+
+    Each of them is a version, known by its tag `result`; the run that led to the last decision is tagged with it.
+    """
+    from mlflow.exceptions import MlflowException
+
+    made = champion.decisions(settings.pipeline)
+    now = champion.standing(made)
+    client = _client(settings)
+    runs = {one.candidate: one.origin.get("mlflow_run") for one in made if one.kind in ("first", "promoted")}
+    for alias, result in (("champion", now.champion), ("previous", now.previous)):
+        if result:
+            version = _version(client, settings.pipeline, result, runs[result])
+            client.set_registered_model_alias(settings.pipeline, alias, version)
+    if made and "mlflow_run" in made[-1].origin:
+        # MLflow's database may be younger than the records, which are kept in git.
+        with suppress(MlflowException):
+            client.set_tag(made[-1].origin["mlflow_run"], DECISION_TAG, f"{made[-1].kind} {len(made):04d}")
+
+
+def _version(client: "MlflowClient", name: str, result: str, run: str | None) -> str:
+    """The version of the registered model that is this result; made when there is none."""
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    found = [one for one in client.search_model_versions(f"name = '{name}'") if one.tags.get("result") == result]
+    if found:
+        return found[0].version
+    source = champion.folder_of(name, result).absolute().as_uri()
+    return client.create_model_version(name, source, run_id=run, tags={"result": result}).version
 
 
 def _client(settings: Settings) -> "MlflowClient":

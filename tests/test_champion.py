@@ -44,23 +44,22 @@ def test_rollback_exchanges_the_two(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     record("tiny", decide("first", "a"))
     with pytest.raises(ChampionError, match="no champion before"):
-        rollback("tiny", "now")
+        rollback("tiny")
     record("tiny", decide("promoted", "b", "a"))
     with pytest.raises(ChampionError, match="models/a is missing"):
-        rollback("tiny", "now")
+        rollback("tiny")
     for name in "ab":
         folder_of("tiny", name).mkdir(parents=True)
     for wanted in (Standing("a", "b"), Standing("b", "a")):
-        rollback("tiny", "now")
+        rollback("tiny")
         assert standing(decisions("tiny")) == wanted
 
 
 def test_an_id_is_of_names_and_contents() -> None:
-    parts = {"program/program.json": "1", "checkpoint/x": "2"}
-    assert champion.id_of(parts) == champion.id_of(dict(reversed(parts.items())))
-    assert (
-        len({champion.id_of(found) for found in (parts, {**parts, "checkpoint/x": "3"}, {"a": "1"}, {"b": "1"})}) == 4
-    )
+    files = {"program/program.json": "1", "checkpoint/x": "2"}
+    assert champion.id_of(files) == champion.id_of(dict(reversed(files.items())) | {"metrics.json": "9"})
+    others = ({**files, "checkpoint/x": "3"}, {"program/a": "1"}, {"program/b": "1"})
+    assert len({champion.id_of(found) for found in (files, *others)}) == 4
 
 
 @given(st.lists(st.sampled_from(["promoted", "refused", "rolled_back"])))

@@ -185,7 +185,7 @@ def _identities(checkout: Path, pattern: str) -> dict[str, int]:
 def test_second_stage_at_once_is_refused(checkout: Path) -> None:
     from filelock import FileLock
 
-    (checkout / ".work/owner").write_text("stage weights, process 1")
+    (checkout / ".work/pipeline.owner").write_text("stage weights, process 1")
     with FileLock(checkout / ".work/pipeline.lock"):
         command = [sys.executable, "-m", "flows.compare"]
         done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)

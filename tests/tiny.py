@@ -131,9 +131,12 @@ def make_checkout(folder: Path) -> Path:
     """A checkout of this project with the tiny pipeline, its data, model and settings."""
     for name in ("twofold", "tasks", "flows"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    ignored = (".gitignore", ".dvc/.gitignore", "data/.gitignore", "outputs/.gitignore")
+    ignored = (
+        *(".gitignore", ".dvc/.gitignore", "data/.gitignore"),
+        *("data/arrived/.gitignore", "outputs/.gitignore", "champion/.gitignore"),
+    )
     for name in ("dvc.yaml", ".dvcignore", ".dvc/config", *ignored):
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     make_model(folder / "base")
     (folder / "pipelines").mkdir()

@@ -9,6 +9,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,13 +50,9 @@ class Standing:
     previous: str | None = None
 
 
-def id_of(parts: Mapping[str, str]) -> str:
-    """The id of a result.
-
-    Args:
-        parts: the digest of each file in its folders `PARTS`, by path.
-    """
-    return digests.short(digests.of_json(dict(parts)))
+def id_of(files: Mapping[str, str]) -> str:
+    """The id of a result, from the digests of its files by path; only those in its folders `PARTS` count."""
+    return digests.short(digests.of_json({path: found for path, found in files.items() if path.split("/")[0] in PARTS}))
 
 
 def folder_of(pipeline: str, result: str) -> Path:
@@ -90,7 +87,7 @@ def record(pipeline: str, decision: Decision) -> Path:
     return path
 
 
-def rollback(pipeline: str, time: str) -> Decision:
+def rollback(pipeline: str) -> Decision:
     """Put the previous champion back; the present one becomes `previous`.
 
     Raises:
@@ -101,9 +98,14 @@ def rollback(pipeline: str, time: str) -> Decision:
         raise ChampionError(f"{CHAMPION / pipeline}: there is no champion before the present one to go back to.")
     if not folder_of(pipeline, now.previous).is_dir():
         raise ChampionError(f"{folder_of(pipeline, now.previous)} is missing. Fetch it: dvc checkout or dvc pull.")
-    decision = Decision("rolled_back", now.previous, now.champion, time)
+    decision = Decision("rolled_back", now.previous, now.champion, time_now())
     record(pipeline, decision)
     return decision
+
+
+def time_now() -> str:
+    """The time of a decision, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _records(pipeline: str) -> list[Path]:

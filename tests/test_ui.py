@@ -1,0 +1,77 @@
+"""`make ui`: a port that is taken is said so, and what it starts ends with it."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tiny import ROOT, environment
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(folder: Path, prefect_port: int, mlflow_port: int) -> "subprocess.Popen[str]":
+    ports = {"prefect_port": prefect_port, "mlflow_port": mlflow_port}
+    (folder / "params.yaml").write_text(yaml.safe_dump({"ui": ports}))
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.ui"]
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("setting", "place"), [("ui.prefect_port", 0), ("ui.mlflow_port", 1)])
+def test_an_occupied_port_is_named_with_its_setting(tmp_path: Path, setting: str, place: int) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = [free_port(), free_port()]
+        ports[place] = taken.getsockname()[1]
+        process = start(tmp_path, *ports)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == 2
+    assert f"Port {ports[place]} of 127.0.0.1 cannot be used" in said
+    assert f"set {setting} in params.yaml" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_all_of_it_ends_with_it(tmp_path: Path, ending: signal.Signals) -> None:
+    prefect, mlflow = free_port(), free_port()
+    process = start(tmp_path, prefect, mlflow)
+    try:
+        said = [process.stdout.readline() for _ in range(4)]
+        assert [line.split()[-1] for line in said[:3]] == [
+            f"http://127.0.0.1:{prefect}",
+            f"http://127.0.0.1:{mlflow}",
+            f"http://127.0.0.1:{prefect}/deployments",
+        ]
+        assert urllib.request.urlopen(f"http://127.0.0.1:{mlflow}/health").status == 200
+        while not (found := running_in(tmp_path)) or len(found) < 7:
+            time.sleep(0.1)
+    finally:
+        process.send_signal(ending)
+        process.communicate(timeout=120)
+    assert process.returncode == {signal.SIGINT: 0, signal.SIGTERM: 143}[ending]
+    assert running_in(tmp_path) == []
+
+
+def running_in(folder: Path) -> list[int]:
+    """Processes that work in a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == folder:
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
