@@ -55,7 +55,7 @@ class Approval(RunInput):
     note: str = ""
 
 
-@flow(name="retrain", flow_run_name="retrain", log_prints=True)
+@flow(name="retrain", log_prints=True)
 def retrain(
     strategy: str | None = None,
     pipeline: str | None = None,
