@@ -58,6 +58,11 @@ class LocalEngine:
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
+        # A text that spells a special token is no special token.
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return (*ids, self.tokenizer.eos_token_id) if ended else tuple(ids)
+
     def load(self, adapter: Path) -> str:
         name = policy.digest(adapter)
         self._adapters[name] = adapter
