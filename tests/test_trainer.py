@@ -618,9 +618,7 @@ def test_a_program_with_demos_is_trained_on_the_prompts_it_was_sampled_from(fold
 def taught(rollouts: list[Rollout]) -> list[Rollout]:
     """The same rollouts with every second one from a source: off-policy, and nobody's log-probabilities."""
     mark = lambda call: replace(call, logprobs=(), off_policy=True)  # noqa: E731
-    return [
-        replace(r, source="wise", calls=tuple(map(mark, r.calls))) if k % 2 else r for k, r in enumerate(rollouts)
-    ]
+    return [replace(r, source="wise", calls=tuple(map(mark, r.calls))) if k % 2 else r for k, r in enumerate(rollouts)]
 
 
 def off_policy_gain(logps: torch.Tensor, rule: str) -> torch.Tensor:
