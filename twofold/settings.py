@@ -350,8 +350,8 @@ class Weights(Section):
     sources: tuple[Source, ...] = ()
     """Teacher programs that make some of the rollouts."""
     off_policy: Literal["one", "shaped"] = "one"
-    """How the tokens of sources count: as if the student had said them (a ratio of 1, never clipped), or less the less
-    the student would say them (LUFFY's shaped probability); see `trainer.py`."""
+    """How the tokens of sources count: as if the student had said them (a ratio of 1, never clipped), or most where the
+    student finds them unlikely but possible (LUFFY's shaped probability); see `trainer.py`."""
     steps_per_round: Positive = 1
     """Steps of the optimizer that a round's examples are cut into; only the first is on the policy that sampled."""
     draw: Draw = Draw()

@@ -19,12 +19,12 @@
    There is no old policy to divide by and to be clipped to, and no KL, whose estimate needs the policy's own tokens:
 
        one        ratio = p / p without gradient: 1, so that the gradient is advantage times that of log p
-       shaped     ratio = p / (p + 0.1), LUFFY's (arXiv 2504.14945, section 3.3, with the teacher's probability taken
-                  as 1): the gradient of log p times 0.1 p / (p + 0.1)², which fades where the student is sure of the
-                  token and where it would never say it
+       shaped     ratio = p / (p + 0.1), LUFFY's (arXiv 2504.14945, with the teacher's probability taken as 1): the
+                  gradient is advantage times that of log p times 0.1 p / (p + 0.1)², which is largest at p = 0.1, and
+                  fades where the student is sure of the token and where it would never say it
 
 5. One step of the optimizer and of the scheduler follows. A round without a usable row takes none.
-6. A round's examples may be cut in several parts (`steps_per_round`), with 2 to 4 for each. From the second part on the
+6. A round's examples may be cut in several parts (`steps_per_round`), with 2 to 5 for each. From the second part on the
    clipped ratio corrects for the steps before, as in PPO's minibatches (arXiv 1707.06347, algorithm 1).
 7. With an adapter for each module, all this is done for each adapter, with the rows of its module alone.
 
