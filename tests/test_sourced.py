@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_pooled import SCAFFOLD, checkpoints_of, history, made, make, train
 from tests.tiny import SETTINGS
-from twofold.programs import load_pipeline, load_state, save_state
+from twofold.programs import load_pipeline, save_state
 from twofold.records import read_groups, read_rollouts
 from twofold.scores import of_examples, read_scores
 
@@ -76,13 +76,3 @@ def test_without_its_last_round_it_goes_on_to_the_same_bytes(checkout: Path) -> 
     train(checkout)
     assert len(checkpoints_of(checkout)) == 2
     assert made(checkout) == wanted
-
-
-def test_another_program_is_another_training(checkout: Path) -> None:
-    wanted = made(checkout)
-    program = load_pipeline("tiny", checkout / "pipelines").program()
-    load_state(program, checkout / "wise/program.json")
-    program.answer.signature = program.answer.signature.with_instructions("Something else entirely.")
-    save_state(program, checkout / "wise/program.json")
-    train(checkout)
-    assert made(checkout)[1] != wanted[1]

@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tasks.collect import collect
+from tasks.source import Source as Teacher
+from tasks.step import Manifest
 from tests.test_groups import grouped, rollout
 from tests.test_rollouts import Ask, Program, called, examples, run, settings
 from tests.test_scaffolds import completion, serving
@@ -239,6 +242,15 @@ def test_a_server_answers_and_what_it_cannot_is_lost(monkeypatch):
 
 
 # What becomes of them
+
+
+def test_another_program_is_another_step():
+    """A source's rollouts are found again by what its program is, and not by where it lies."""
+
+    def key(folder: str, digest: str) -> str:
+        return collect.key(source=Teacher("wise", 1, Manifest(folder, {"program.json": digest}), None))
+
+    assert key("a", "x") == key("b", "x") != key("a", "y")
 
 
 def test_groups_are_joint_and_what_failed_is_lost():
