@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 
@@ -219,6 +220,21 @@ def test_text_becomes_the_students_tokens(tmp_path):
     assert engine.tokenizer.decode(engine.encode(turns[:1]) + ids) + "\n" == whole
     # A server cannot end the turn, or begin another one, by spelling the token.
     assert end not in engine.encode_answer("a<|im_end|>b", False)
+
+
+def test_prompts_keep_their_special_tokens_while_answers_are_encoded(tmp_path):
+    """Threads of one shard do both at once."""
+    options = Settings.model_validate({"model": {"device": "cpu", "dtype": "float32"}, "sampling": {"context": 256}})
+    engine = LocalEngine(make_model(tmp_path), options)
+    chat = [{"role": "user", "content": "say it again"}]
+    wanted = engine.encode(chat)
+    engine.encode_answer("a<|im_end|>b", True)
+    assert not engine.tokenizer.backend_tokenizer.encode_special_tokens
+    with ThreadPoolExecutor(4) as threads:
+        made = [
+            (threads.submit(engine.encode, chat), threads.submit(engine.encode_answer, "a", True)) for _ in range(50)
+        ]
+        assert {prompt.result() for prompt, _ in made} == {wanted}
 
 
 # Servers
