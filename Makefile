@@ -28,7 +28,8 @@ bench: setup
 
 # What choosing inputs by EPS, and a teacher, are worth: hours; goes on where it was stopped.
 eps-study: setup
-	dvc repro data model
+	dvc repro model
+	python -m flows.prepare --params bench/eps-study.yaml
 	python -m bench.eps_study
 
 # Prefect, MLflow and the deployments of this checkout, on 127.0.0.1; ports: `ui` in params.yaml. Ctrl-C ends all.

@@ -95,6 +95,7 @@ def check(params: Path) -> None:
     from twofold.presets import as_yaml
     from twofold.programs import load_pipeline, modules
     from twofold.settings import load
+    from twofold.sources import check as check_sources
     from twofold.splits import write_splits
 
     settings = load(params)
@@ -103,6 +104,7 @@ def check(params: Path) -> None:
         sizes = write_splits(pipeline, settings, Path(scratch))
         examples = read_examples(Path(scratch) / "train.jsonl")
     program = pipeline.program()
+    check_sources(settings.weights.sources, program)
     model = outlook(settings.model.source, folder_of(settings.model.source))
     print(as_yaml(settings))
     print(f"pipeline  {pipeline.path}: modules {', '.join(modules(program))}")

@@ -41,6 +41,9 @@ CURVES = (
     "scaffolds/useful",
     "teacher/calls",
     "teacher/gain_per_call",
+    "sources/rollouts",
+    "sources/lost",
+    "sources/usable_share",
     "spent/rollouts",
 )
 """Columns of reports/rounds.csv beside strategy, step and round."""
