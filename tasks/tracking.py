@@ -129,7 +129,7 @@ def follow(settings: Settings) -> None:
     now = champion.standing(made)
     client = _client(settings)
     runs = {one.candidate: one.origin.get("mlflow_run") for one in made if one.kind in ("first", "promoted")}
-    for alias, result in (("champion", now.champion), ("previous", now.previous)):
+    for alias, result in (("previous", now.previous), ("champion", now.champion)):
         if result:
             version = _version(client, settings.pipeline, result, runs[result])
             client.set_registered_model_alias(settings.pipeline, alias, version)

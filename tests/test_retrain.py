@@ -11,14 +11,14 @@ from flows.cli import main
 from tests.tiny import PIPELINE, SETTINGS, make_checkout
 from twofold.champion import Standing, decisions, folder_of, standing
 
-ASKED = PIPELINE.replace(
-    'prediction.answer.count("e")', 'sum(c.isascii() == (example.kind == "ascii") for c in prediction.answer)'
-).replace("examples[:6], examples[6:10], examples[10:14]", "examples[:6], examples[6:30], examples[30:]")
-"""The reward is the share of the answer that is of the kind of characters that the example asks for."""
+ASKED = PIPELINE.replace('count("e")', "count(example.letter)").replace(
+    "examples[:6], examples[6:10], examples[10:14]", "examples[:6], examples[6:30], examples[30:]"
+)
+"""The reward is the share of the answer that is the letter that the example asks for."""
 
 
-def rows(name: str, numbers: range, **changes: str) -> list[dict[str, str]]:
-    return [{"id": f"{name}{k}", "text": f"{name} text {k}", "kind": "ascii", **changes} for k in numbers]
+def rows(id: str, text: str, numbers: range, **changes: str) -> list[dict[str, str]]:
+    return [{"id": f"{id}{k}", "text": f"{text} {k}", "letter": "e", **changes} for k in numbers]
 
 
 def settle(**changes: object) -> None:
@@ -43,8 +43,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     Path(".work").mkdir()
     Path("pipelines/tiny.py").write_text(ASKED)
-    write(Path("data/tiny/examples.jsonl"), rows("e", range(34)))
-    settle()
+    write(Path("data/tiny/examples.jsonl"), rows("e", "text number", range(34)))
+    settle(gate={"bound": -1.0})
     return folder
 
 
@@ -68,18 +68,18 @@ def changed() -> set[str]:
 def test_a_drop_is_trained_on_and_judged(checkout: Path, prefect_server: None) -> None:
     from flows.retrain import retrain
 
-    bad = [*rows("x", range(1), kind=""), *rows("e", range(7, 8))]
-    write(Path("data/incoming/drop.jsonl"), [*rows("n", range(6)), *bad])
+    bad = [*rows("x", "bad", range(1), letter=""), *rows("e", "text number", range(7, 8))]
+    write(Path("data/incoming/drop.jsonl"), [*rows("n", "new text", range(6)), *bad])
     assert retrain(return_state=True).name == "Promoted"
 
     first, promoted = decisions("tiny")
     assert (first.kind, promoted.kind, promoted.champion) == ("first", "promoted", first.candidate)
     assert promoted.numbers["gain"]["n"] == 24
-    assert promoted.numbers["gain"]["ci_low"] > 0
+    assert promoted.numbers["gain"]["difference"] > 0
     (batch,) = promoted.origin["data"]["batches"]
     rejected = (Path("data/arrived/tiny") / batch / "rejected.jsonl").read_text().splitlines()
     assert [json.loads(line)["reason"] for line in rejected] == [
-        "`kind` is empty.",
+        "`letter` is empty.",
         "Example e7 of dev has it already.",
     ]
     train = Path("data/prepared/train.jsonl").read_text().splitlines()
