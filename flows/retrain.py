@@ -238,7 +238,8 @@ def markdown(path: Path, decision: Decision) -> str:
     """A decision as a page."""
     title = f"# {OUTCOMES[decision.kind]}: {decision.candidate}\n\n"
     head = f"Strategy `{decision.origin['strategy']}`, against the champion {decision.champion}. Record: `{path}`\n\n"
-    return title + head + _sentences(decision.numbers) + "".join(f"\n- {reason}" for reason in decision.reasons)
+    why = "".join(f"- {reason}\n" for reason in decision.reasons)
+    return title + head + _sentences(decision.numbers) + (f"\n## Why\n\n{why}" if why else "")
 
 
 def _sentences(numbers: Mapping[str, Any]) -> str:
