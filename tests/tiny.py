@@ -137,7 +137,21 @@ def make_model(folder: Path) -> Path:
 
 
 def make_checkout(folder: Path, server: str | None = None) -> Path:
-    """A checkout of this project with the tiny pipeline, its data, model and settings.
+    """A checkout with the tiny pipeline, its data, model and settings; for `server` see `copy_project`."""
+    copy_project(folder, server)
+    make_model(folder / "base")
+    (folder / "pipelines").mkdir()
+    (folder / "pipelines" / "tiny.py").write_text(PIPELINE)
+    (folder / "data" / "tiny").mkdir()
+    lines = [f'{{"id": "e{k}", "text": "text number {k}"}}\n' for k in range(14)]
+    (folder / "data" / "tiny" / "examples.jsonl").write_text("".join(lines))
+    (folder / "params.yaml").write_text(yaml.safe_dump(SETTINGS))
+    commit(folder)
+    return folder
+
+
+def copy_project(folder: Path, server: str | None = None) -> None:
+    """Copy what every checkout has: the code but for the pipelines, and what DVC and git go by.
 
     Args:
         server: address of a Prefect server for its stages; else each starts one, which takes longer than its work.
@@ -148,22 +162,18 @@ def make_checkout(folder: Path, server: str | None = None) -> Path:
     for name in ("dvc.yaml", ".dvcignore", ".dvc/config", *ignored):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    make_model(folder / "base")
-    (folder / "pipelines").mkdir()
-    (folder / "pipelines" / "tiny.py").write_text(PIPELINE)
-    (folder / "data" / "tiny").mkdir()
-    lines = [f'{{"id": "e{k}", "text": "text number {k}"}}\n' for k in range(14)]
-    (folder / "data" / "tiny" / "examples.jsonl").write_text("".join(lines))
-    (folder / "params.yaml").write_text(yaml.safe_dump(SETTINGS))
     if server:
         (folder / "prefect.toml").write_text(f'[api]\nurl = "{server}"\n')
+
+
+def commit(folder: Path) -> None:
+    """Make it a git repository with everything in it."""
     for command in (
         ["init", "-q"],
         ["add", "."],
         ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "tiny"],
     ):
         subprocess.run(["git", *command], cwd=folder, check=True)
-    return folder
 
 
 def fill(folder: Path) -> None:
