@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from filelock import FileLock
 
@@ -17,6 +18,12 @@ for name in ("PREFECT_API_URL", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
     os.environ.pop(name, None)
 
 import tasks  # noqa: E402, F401  the rest of Prefect's settings
+
+# A neighbour's work on the same processor is no failure.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
