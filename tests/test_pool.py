@@ -487,7 +487,6 @@ def lives(draws) -> tuple[list[Pool], Pooling]:
 
 
 @given(lives())
-@settings(deadline=None)
 def test_no_prompt_is_lost(life):
     pools, _ = life
     originals = pools[0].ids
@@ -502,7 +501,6 @@ def test_no_prompt_is_lost(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_every_change_is_logged_and_legal(life):
     pools, _ = life
     now = dict(pools[0].states())
@@ -518,7 +516,6 @@ def test_every_change_is_logged_and_legal(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_the_log_gives_the_pool_of_every_round(life):
     pools, _ = life
     for round_number, pool in enumerate(pools[1:]):
@@ -527,7 +524,6 @@ def test_the_log_gives_the_pool_of_every_round(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_of_a_family_all_but_the_deepest_are_in_reserve(life):
     pools, own = life
     for pool in pools:
@@ -543,7 +539,6 @@ def test_of_a_family_all_but_the_deepest_are_in_reserve(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_no_prompt_becomes_suspect_that_was_once_not_too_hard(life):
     pools, _ = life
     log = pools[-1].log
@@ -556,7 +551,6 @@ def test_no_prompt_becomes_suspect_that_was_once_not_too_hard(life):
 
 
 @given(lives(), st.integers(0, 20), st.randoms())
-@settings(deadline=None)
 def test_the_order_in_which_things_come_in_changes_nothing(life, round_number, random):
     pools, own = life
     pool, round_number = pools[-1], len(pools) + round_number
@@ -570,7 +564,6 @@ def test_the_order_in_which_things_come_in_changes_nothing(life, round_number, r
 
 
 @given(lives(), st.integers(0, 50), st.integers(0, 2**40))
-@settings(deadline=None)
 def test_draws_are_distinct_active_prompts_with_the_fewest_turns_first(life, round_number, seed):
     pools, own = life
     pool = pools[-1]
@@ -584,7 +577,7 @@ def test_draws_are_distinct_active_prompts_with_the_fewest_turns_first(life, rou
 
 
 @given(lives())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_any_pool_comes_back_from_its_files(tmp_path_factory, life):
     folder: Path = tmp_path_factory.mktemp("pool")
     pool = life[0][-1]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.test_pooled import COMMAND, change, history, made, train
 from tests.test_scaffolds import completion, hint_of, serving
-from tests.tiny import SETTINGS, environment, make_checkout
+from tests.tiny import SETTINGS, environment, fill, make_checkout
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, read_attempts
 from twofold.hints import read_hints
@@ -87,21 +87,20 @@ SCAFFOLD = {
 }
 
 
-def make(folder: Path, **changes: Any) -> Path:
-    make_checkout(folder)
+def make(folder: Path, server: str, **changes: Any) -> Path:
+    make_checkout(folder, server)
     (folder / "pipelines/tiny.py").write_text(PIPELINE)
     # Six rollouts of which each is right by even chance rarely tie.
     weights = {**SETTINGS["weights"], "examples_per_round": 4, "rollouts_per_example": 6, "groups": {"size": 6}}
     change(folder, **{"scaffold": SCAFFOLD, "strategies": {"weights": ["w"]}, "weights": weights, **changes})
-    for stage in ("prepare", "fetch_model"):
-        subprocess.run([*COMMAND[:2], f"flows.{stage}"], cwd=folder, env=environment(), check=True)
+    fill(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
     """A checkout in which the strategy has run with a scripted teacher."""
-    folder = make(tmp_path_factory.mktemp("taught") / "checkout")
+    folder = make(tmp_path_factory.mktemp("taught") / "checkout", prefect_server)
     train(folder)
     return folder
 
@@ -183,7 +182,7 @@ def test_killed_between_answers_it_asks_none_again_and_ends_the_same(checkout: P
     shutil.rmtree(checkout / ".work/prefect/storage")
     (checkout / "asked.log").unlink()
     with (tmp_path / "log").open("w") as log:
-        # A session of its own, so that Prefect's temporary server dies with it.
+        # A session of its own, so that its children die with it.
         killed = subprocess.Popen(
             COMMAND, cwd=checkout, env=environment(), stdout=log, stderr=log, start_new_session=True
         )
@@ -198,7 +197,7 @@ def test_killed_between_answers_it_asks_none_again_and_ends_the_same(checkout: P
     assert (checkout / "asked.log").read_text() == asked
 
 
-def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path) -> None:
+def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path, prefect_server: str) -> None:
     """Every kind of failure at once; each is counted, and so is what it cost."""
     answers = [
         429,
@@ -211,7 +210,7 @@ def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path) -> None:
         hint_of("The label is blue."),
         hint_of("Look twice."),
     ]
-    checkout = make(tmp_path / "checkout")
+    checkout = make(tmp_path / "checkout", prefect_server)
     with serving(*answers) as server:
         endpoint = server.settings(timeout=2.0, concurrency=1)
         teacher = {"kind": "endpoint", "endpoint": endpoint, "budget": {"calls": 14}}
