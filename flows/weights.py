@@ -14,7 +14,6 @@ from flows.teacher import Taught, teach_beside
 from tasks.candidate import Candidate
 from tasks.group import GROUPS
 from tasks.pool import ANSWERS, POOL
-from tasks.scaffold import check_teacher
 from tasks.score import SCORES
 from tasks.step import Manifest
 from tasks.tracking import StageRun
@@ -22,8 +21,10 @@ from tasks.train import train
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
 from twofold.endpoints import Spent
+from twofold.examples import read_examples
 from twofold.programs import load_pipeline
 from twofold.records import read_groups, read_rollouts, write_groups, write_rollouts
+from twofold.scaffolds import check_teacher
 from twofold.scores import read_scores, write_scores
 from twofold.settings import Settings
 
@@ -60,7 +61,8 @@ def train_weights(
     `number` tells this step from other trainings in the same strategy.
     """
     if settings.teaches:
-        check_teacher(settings, load_pipeline(settings.pipeline))
+        examples = read_examples(data.folder / "train.jsonl")
+        check_teacher(settings.scaffold, load_pipeline(settings.pipeline), examples)
     rounds: list[Round] = []
     taught = Taught(None, Spent())
     evaluated: list[tuple[Candidate, Manifest]] = []
