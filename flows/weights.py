@@ -18,10 +18,12 @@ from tasks.score import SCORES
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from tasks.train import train
+from twofold import bands
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
 from twofold.endpoints import Spent
 from twofold.examples import read_examples
+from twofold.hints import read_hints
 from twofold.programs import load_pipeline
 from twofold.records import read_groups, read_rollouts, write_groups, write_rollouts
 from twofold.scaffolds import check_teacher
@@ -79,6 +81,7 @@ def train_weights(
     if settings.scaffold:
         _add_scores(folder / "records", rounds)
         records[POOL] = rounds[-1].checkpoint.folder / POOL
+        records[bands.FILE] = _bands(folder, rounds[-1], run)
         if settings.teaches:
             _add_attempts(folder / "records", rounds)
     return Made(evaluated, spent, history, records)
@@ -140,6 +143,16 @@ def _records(folder: Path, rounds: list[Round]) -> Path:
 
 def _add_scores(folder: Path, rounds: list[Round]) -> None:
     write_scores([one for done in rounds for one in read_scores(done.grouped.folder / SCORES)], folder / SCORES)
+
+
+def _bands(folder: Path, last: Round, run: StageRun) -> Path:
+    """What was learned of inputs by the band of their score."""
+    hints = read_hints(last.checkpoint.folder / POOL)
+    rows = read_scores(folder / "records" / SCORES)
+    found = bands.learning(rows, {row.example_id for row in rows} - hints.keys())
+    bands.write_bands(found, folder / bands.FILE)
+    run.log(bands.metrics(found), last.number)
+    return folder / bands.FILE
 
 
 def _add_attempts(folder: Path, rounds: list[Round]) -> None:
