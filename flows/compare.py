@@ -45,6 +45,9 @@ CURVES = (
     "teacher/tokens_out",
     "teacher/money",
     "teacher/gain_per_call",
+    "sources/rollouts",
+    "sources/lost",
+    "sources/usable_share",
     "spent/rollouts",
 )
 """Columns of reports/rounds.csv beside strategy, step and round."""

@@ -1,6 +1,7 @@
 """Step `w` of a strategy: mmGRPO on the weights, under the program as it is.
 
-One round: collect rollouts with the newest weights, group them, update the weights. Every few rounds, evaluate on dev.
+One round: collect rollouts with the newest weights, and those of teacher programs; group them, update the weights.
+Every few rounds, evaluate on dev.
 Which inputs a round trains on, `pool.py` says; how a teacher helps with those that teach nothing, `teacher.py`.
 """
 
@@ -15,6 +16,7 @@ from tasks.candidate import Candidate
 from tasks.group import GROUPS
 from tasks.pool import ANSWERS, POOL
 from tasks.score import SCORES
+from tasks.source import Source, sources_of
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from tasks.train import train
@@ -65,11 +67,12 @@ def train_weights(
     if settings.teaches:
         examples = read_examples(data.folder / "train.jsonl")
         check_teacher(settings.scaffold, load_pipeline(settings.pipeline), examples)
+    sources = sources_of(settings, candidate, folder / "sources")
     rounds: list[Round] = []
     taught = Taught(None, Spent())
     evaluated: list[tuple[Candidate, Manifest]] = []
     for k in range(settings.weights.rounds):
-        done = train_round(folder / f"round-{k:04d}", settings, candidate, data, number, k, taught)
+        done = train_round(folder / f"round-{k:04d}", settings, candidate, data, number, k, taught, sources)
         candidate, taught = replace(candidate, checkpoint=done.checkpoint), done.taught
         rounds.append(done)
         if done.dev:
@@ -95,6 +98,7 @@ def train_round(
     number: int,
     round_number: int,
     taught: Taught,
+    sources: list[Source],
 ) -> Round:
     """One round from the candidate's checkpoint to the next, with an evaluation on dev when it is time for one.
 
@@ -102,9 +106,9 @@ def train_round(
     """
     done, last = round_number + 1, round_number + 1 == settings.weights.rounds
     if settings.scaffold:
-        batch = pooled_batch(folder, settings, candidate, data, number, round_number, taught.answers)
+        batch = pooled_batch(folder, settings, candidate, data, number, round_number, taught.answers, sources)
     else:
-        batch = next_batch(folder, settings, candidate, data, number, round_number)
+        batch = next_batch(folder, settings, candidate, data, number, round_number, sources)
     training = partial(
         train,
         folder / "checkpoint",
@@ -175,6 +179,8 @@ def _said(done: Round) -> str:
     said = [f"reward {found['reward']:.3f}" if "reward" in found else "no input to draw"]
     if "kept" in found:
         said.append(f"kept {found['kept']:.0f} of {found['drawn']:.0f} drawn")
+    if "sources/rollouts" in found:
+        said.append(f"{found['sources/rollouts']:.0f} rollouts of sources, {found['sources/lost']:.0f} lost")
     if done.dev:
         said.append(f"dev {done.dev.metrics['score']:.3f}")
     return ", ".join(said)

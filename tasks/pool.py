@@ -15,7 +15,7 @@ from twofold import pool as pools
 from twofold.asking import join, read_answers
 from twofold.eps import Verdict
 from twofold.examples import example_id, read_examples
-from twofold.groups import account, make_groups
+from twofold.groups import account, account_sources, make_groups, taking_part
 from twofold.hints import read_hints, write_hints
 from twofold.pool import Pool, read_pool, write_pool
 from twofold.records import read_json, read_rollouts, write_groups, write_json, write_rollouts
@@ -76,8 +76,8 @@ def select(
 ) -> dict[str, float]:
     """Write the round's rollouts and scores, the groups of the inputs that are kept, and the pool after the visits.
 
-    The groups are those that `group` would make of the kept inputs' rollouts. Inputs that were due are no part of the
-    mean reward, for they come in some rounds only.
+    The groups are those that `group` would make of the rollouts of inputs that are kept. Inputs that were due are no
+    part of the mean reward, for they come in some rounds only.
     """
     pool, hints = read_pool(drawn.folder / POOL), read_hints(drawn.folder / POOL)
     due = set(read_json(drawn.folder / DRAWN)["due"])
@@ -86,8 +86,9 @@ def select(
     rollouts = [rollout for shard in shards for rollout in read_rollouts(shard.folder)]
     trained = set(kept)
     chosen = [rollout for rollout in rollouts if rollout.example_id in trained]
+    compared = taking_part(chosen)
     seed = derive(settings.seed, "groups", round_number)
-    groups = make_groups(chosen, settings.weights.groups, settings.rewards, seed)
+    groups = make_groups(compared, settings.weights.groups, settings.rewards, seed)
     write_rollouts(rollouts, folder)
     write_groups(groups, folder / GROUPS)
     write_scores(rows, folder / SCORES)
@@ -97,7 +98,7 @@ def select(
     counts = {**_shares(rows, len(due)), **_sizes(pool), "kept": float(len(kept))}
     if settings.scaffold.teaches:
         counts |= _useful([row for row in of_examples(rows) if row.example_id in hints and row.example_id not in due])
-    return {**reward, **account(chosen, groups), **counts}
+    return {**reward, **account(compared, groups), **account_sources(chosen, groups), **counts}
 
 
 def kept_in(scored: Manifest, settings: Settings) -> set[str]:

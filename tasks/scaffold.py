@@ -17,7 +17,7 @@ from twofold.examples import example_id, read_examples
 from twofold.hints import Prompt, read_hints
 from twofold.pool import read_pool
 from twofold.programs import Pipeline, load_pipeline
-from twofold.records import Rollout, read_rollouts, tokens_of, write_rollouts
+from twofold.records import Rollout, of_student, read_rollouts, tokens_of, write_rollouts
 from twofold.scaffolds import WHERE, make_teacher
 from twofold.scores import read_scores
 from twofold.settings import Settings
@@ -114,6 +114,6 @@ def _cases(settings: Settings, pipeline: Pipeline, data: Manifest, grouped: Mani
     """The queue of the round's pool, by prompt."""
     examples = {example_id(example): example for example in read_examples(data.folder / "train.jsonl")}
     pool = grouped.folder / POOL
-    rows, tried = read_scores(grouped.folder / SCORES), read_rollouts(grouped.folder)
+    rows, tried = read_scores(grouped.folder / SCORES), of_student(read_rollouts(grouped.folder))
     found = cases_of(read_pool(pool), read_hints(pool), examples, tried, rows, settings.scaffold, pipeline.hint_field)
     return {case.prompt_id: case for case in found}

@@ -20,6 +20,7 @@ from twofold.hints import read_hints, write_hints
 from twofold.leaks import Verdict
 from twofold.plan import examples_of_round, prompt_tokens, work
 from twofold.pool import at_round, new_pool, read_pool, visit, write_pool
+from twofold.programs import load_pipeline, save_state
 from twofold.records import Rollout, write_rollouts
 from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding
 from twofold.settings import Eps, Pooling, Settings
@@ -171,6 +172,24 @@ def test_work_by_hand() -> None:
     assert [one.calls for one in planned] == [12, 72, 24, 72, 24, 45]
     assert planned[1].tokens_in == 720
     assert planned[1].tokens_out == 72 * 6
+
+
+def test_the_plan_has_the_rollouts_of_sources(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = {"name": "wise", "share": 0.3, "program": "wise.json"}
+    changes = {"strategies": {"weights": ["w"]}, "weights": {**SETTINGS["weights"], "sources": [source]}}
+    settings = Settings.model_validate(SETTINGS | changes)
+    planned = work(settings, {"train": 6, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
+    # 4 · 0.3 = 1.2: one of four rollouts is the source's.
+    assert [(one.what, one.rollouts) for one in planned[1:3]] == [
+        ("0-w: 3 rounds x 3 x 3", 27),
+        ("0-w: 3 rounds x 3 x 1 of wise", 9),
+    ]
+    settle(project, **changes)
+    assert main(["check"]) == 2
+    assert "weights.sources: wise: there is no wise.json" in capsys.readouterr().err
+    save_state(load_pipeline("tiny").program(), project / "wise.json")
+    assert main(["check"]) == 0
+    assert "of wise" in capsys.readouterr().out
 
 
 def test_work_with_a_pool_by_hand() -> None:

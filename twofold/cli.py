@@ -91,6 +91,7 @@ def check(params: Path) -> None:
     from twofold.programs import load_pipeline, modules
     from twofold.scaffolds import check_teacher
     from twofold.settings import load
+    from twofold.sources import check as check_sources
     from twofold.splits import write_splits
 
     settings = load(params)
@@ -103,6 +104,7 @@ def check(params: Path) -> None:
     if settings.scaffold and settings.scaffold.pool.start:
         begin(read_pool(Path(settings.scaffold.pool.start)), [example_id(example) for example in examples])
     program = pipeline.program()
+    check_sources(settings.weights.sources, program)
     model = outlook(settings.model.source, folder_of(settings.model.source))
     print(as_yaml(settings))
     print(f"pipeline  {pipeline.path}: modules {', '.join(modules(program))}")

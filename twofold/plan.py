@@ -8,6 +8,7 @@ from typing import Any
 import dspy
 
 from twofold.programs import modules
+from twofold.records import STUDENT
 from twofold.seeds import derive
 from twofold.settings import Scaffold, Settings
 
@@ -80,7 +81,8 @@ def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, i
     weights = settings.weights
     per_step = min(weights.examples_per_round, sizes["train"])
     evaluations = -(-weights.rounds // settings.evaluate.every)
-    per_example, rounds = weights.rollouts_per_example, weights.rounds
+    taught = dict(weights.rollouts_by_source)
+    per_example, rounds = taught.pop(STUDENT), weights.rounds
     if settings.scaffold:
         pool = settings.scaffold.pooling
         draws = min(pool.max_draws, sizes["train"])
@@ -94,6 +96,9 @@ def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, i
             yield _trials(settings.scaffold, rounds * draws + due)
     else:
         yield f"{rounds} rounds x {per_step} x {per_example}", rounds * per_step * per_example
+    for name, count in taught.items():
+        limit = "at most " if settings.scaffold else ""
+        yield f"{limit}{rounds} rounds x {per_step} x {count} of {name}", rounds * per_step * count
     yield f"{evaluations} x dev", evaluations * sizes["dev"]
 
 

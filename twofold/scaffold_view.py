@@ -12,7 +12,7 @@ from twofold.errors import RecordError
 from twofold.hints import lineage, read_hints
 from twofold.pool import Transition, read_pool
 from twofold.pool_view import VISIT, seen
-from twofold.records import Rollout, read_rollouts
+from twofold.records import Rollout, of_student, read_rollouts
 
 
 def show(prompt_id: str, folder: Path) -> None:
@@ -49,7 +49,7 @@ def _tried(records: Path, family: set[str]) -> Table:
     """The student's rollouts; equal ones of a round in one row."""
     found = Counter(
         (int(one.rollout_id.split("/")[2]) + 1, one.example_id, f"{one.reward:g}", _end(one))
-        for one in read_rollouts(records)
+        for one in of_student(read_rollouts(records))
         if one.example_id in family
     )
     table = Table("round", "prompt", "rollouts", "reward", "output", title="rollouts")

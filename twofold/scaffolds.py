@@ -24,7 +24,7 @@ import dspy
 from pydantic_core import to_jsonable_python
 
 from twofold import digests, programs
-from twofold.endpoints import Ledger, Pace, client, lm_of, money_for
+from twofold.endpoints import AnswerError, Ledger, Pace, client, lm_of, money_for, text_of, usage_of
 from twofold.eps import Score, Verdict
 from twofold.errors import PipelineError, SettingsError
 from twofold.examples import example_id, labels_of
@@ -340,8 +340,8 @@ class _Server(_Accountable):
                 temperature=self.endpoint.temperature,
                 max_tokens=self.endpoint.max_tokens,
             )
-        text = _content(answer)
-        tokens = _tokens(answer, messages, text)
+        text = text_of(answer)
+        tokens = usage_of(answer, messages, text)
         if text is None or not text.strip():
             return _Reply(text, *tokens)
         try:
@@ -405,10 +405,6 @@ _FAILURES: dict[str, Failure] = {
     "BudgetError": "budget",
 }
 """By the name of the exception: to import them would load the openai package for those who don't use it."""
-
-
-class AnswerError(ValueError):
-    """A server's answer is no hint in the form that it was asked for."""
 
 
 def _fault(reply: _Reply, max_chars: int) -> tuple[Failure | None, str]:
@@ -532,28 +528,6 @@ def _body(rollout: Rollout) -> str:
     lines = [f"{call.module}: {call.text}" for call in rollout.calls]
     end = f"failed ({rollout.status}): {rollout.error}" if rollout.error else f"result: {_text(rollout.output)}"
     return "\n".join([*lines, end])
-
-
-def _content(answer: Any) -> str | None:
-    """The text of a server's answer; None when the model refused, or a filter did.
-
-    Raises:
-        AnswerError: the answer is no chat completion.
-    """
-    try:
-        choice = answer.choices[0]
-        refused = choice.finish_reason == "content_filter" or choice.message.refusal
-        return None if refused else choice.message.content or ""
-    except (AttributeError, TypeError, IndexError) as error:
-        raise AnswerError("The server's answer is no chat completion with a choice.") from error
-
-
-def _tokens(answer: Any, messages: list[dict[str, str]], text: str | None) -> tuple[int, int]:
-    """Tokens in and out. A server that does not say is charged one for each byte: more than it can be."""
-    if answer.usage:
-        return answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0
-    asked = sum(len(message["content"].encode()) for message in messages)
-    return asked, len((text or "").encode())
 
 
 # Where the hint goes
