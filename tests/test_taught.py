@@ -1,5 +1,6 @@
 """A training with a teacher, through the real flow: hints are asked for, tried, joined and trained on."""
 
+import csv
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 from tests.test_pooled import COMMAND, change, history, made, train
 from tests.test_scaffolds import completion, hint_of, serving
 from tests.tiny import SETTINGS, environment, fill, make_checkout
+from twofold import bands
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, read_attempts
 from twofold.hints import read_hints
@@ -87,9 +89,9 @@ SCAFFOLD = {
 }
 
 
-def make(folder: Path, server: str, **changes: Any) -> Path:
+def make(folder: Path, server: str, pipeline: str = PIPELINE, **changes: Any) -> Path:
     make_checkout(folder, server)
-    (folder / "pipelines/tiny.py").write_text(PIPELINE)
+    (folder / "pipelines/tiny.py").write_text(pipeline)
     # Six rollouts of which each is right by even chance rarely tie.
     weights = {**SETTINGS["weights"], "examples_per_round": 4, "rollouts_per_example": 6, "groups": {"size": 6}}
     change(folder, **{"scaffold": SCAFFOLD, "strategies": {"weights": ["w"]}, "weights": weights, **changes})
@@ -173,6 +175,20 @@ def test_no_evaluation_and_no_program_has_a_hint(checkout: Path) -> None:
     program = (checkout / "outputs/weights/program/program.json").read_text()
     assert "Hint: " not in program
     assert "hint" not in (checkout / "reports/compare.json").read_text().lower()
+
+
+def test_what_was_learned_by_band_is_published_and_reported(checkout: Path) -> None:
+    step = checkout / "outputs/weights/0-w"
+    rows = read_scores(step / "records/scores.parquet")
+    hints = read_hints(step / "pool")
+    found = bands.learning(rows, {row.example_id for row in rows} - hints.keys())
+    with (step / bands.FILE).open() as file:
+        shown = {row["band"]: (int(row["n"]), float(row["change"])) for row in csv.DictReader(file)}
+    assert shown == {band.band: (band.n, band.change) for band in found}
+    assert shown
+    subprocess.run([*COMMAND[:2], "flows.compare"], cwd=checkout, env=environment(), check=True, capture_output=True)
+    report = (checkout / "reports/compare.md").read_text()
+    assert all(f"| weights 0-w | {band.band} | {band.n} | {band.pairs} |" in report for band in found)
 
 
 def test_killed_between_answers_it_asks_none_again_and_ends_the_same(checkout: Path, tmp_path: Path) -> None:
