@@ -86,14 +86,14 @@ SAID = completion("[[ ## hint ## ]]\nSlowly.\n\n[[ ## completed ## ]]")
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
     """A checkout in which the training has run."""
     weights = {**SETTINGS["weights"], "examples_per_round": 6, "rollouts_per_example": 6, "groups": {"size": 6}}
     with serving(SAID) as server:
         teacher = {"kind": "program", "endpoint": server.settings()}
         scaffold = {**SCAFFOLD, "arm": "scaffold_only", "teacher": teacher}
         folder = tmp_path_factory.mktemp("module") / "checkout"
-        make(folder, PIPELINE, scaffold=scaffold, weights=weights)
+        make(folder, prefect_server, PIPELINE, scaffold=scaffold, weights=weights)
         done = subprocess.run(
             COMMAND, cwd=folder, env=environment(TEST_KEY="geheim"), capture_output=True, text=True, check=False
         )
