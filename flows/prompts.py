@@ -26,5 +26,5 @@ def optimize_prompts(
     trials = read_json(found.folder / TRIALS)["trials"]
     columns = ("program", "score", "n", "full")
     history = [{"trial": k, **{name: trial[name] for name in columns}} for k, trial in enumerate(trials)]
-    records = {name: found.folder / name for name in (TRIALS, RECORDS)}
+    records = {name: found.folder / name for name in (TRIALS, RECORDS)} | {"dev": dev.folder}
     return Made([(better, dev)], spent_on([found, dev]), history, records)

@@ -48,6 +48,8 @@ class Pipeline:
     """The input field that takes hints: the file's `HINT_FIELD`."""
     accuracy: Callable[..., Any] | None
     """The metric that strategies are compared by, when it is not the reward's."""
+    private: tuple[str, ...]
+    """Input and output fields whose values no report shows: the file's `private`."""
     digest: str
     """sha256 of the file, and of the pipelines it imports."""
 
@@ -75,6 +77,7 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
         teacher=getattr(module, "teacher", None),
         hint_field=getattr(module, "HINT_FIELD", None),
         accuracy=getattr(module, "accuracy", None),
+        private=tuple(getattr(module, "private", ())),
         digest=_digest(path),
     )
 
