@@ -57,8 +57,6 @@ SETTINGS = {
     "scaffold": {"arm": "whole"},
 }
 
-HISTORY = "round"
-
 
 def decode(ids: Any) -> str:
     """A token is a character."""
@@ -67,7 +65,12 @@ def decode(ids: Any) -> str:
 
 def call(rollout_id: str, module: str, order: int, prompt: str, answer: str, **changes: Any) -> Call:
     ids = tuple(map(ord, answer))
-    told = {"prompt_ids": tuple(map(ord, prompt)), "completion_ids": ids, "logprobs": (-0.5,) * len(ids), "text": answer}
+    told = {
+        "prompt_ids": tuple(map(ord, prompt)),
+        "completion_ids": ids,
+        "logprobs": (-0.5,) * len(ids),
+        "text": answer,
+    }
     rest = {"finish_reason": "stop", "policy": "base", "temperature": 0.7, "seed": 1}
     return Call(rollout_id, module, 0, order, **{**told, **rest, **changes})
 
@@ -86,8 +89,8 @@ def rollout(rollout_id: str, example: str, text: str, reward: float, answer: str
 def make_run(folder: Path, rounds: int = 3, answer: str = "blue") -> Settings:
     """Write `data/prepared`, `pipelines/tiny.py`, `outputs` and `reports/test` of a vanilla program and a training.
 
-    In each round of the training four inputs have four rollouts each. Of input k, k of four are right, less one time-out
-    in the first round. `e0` has a hint from the second round on.
+    In each round of the training four inputs have four rollouts each. Of input k, k of four are right in
+    the first round, and one more in later ones, where `t0` has a hint. The last rollout of `t1` in round 1 times out.
     """
     import dspy
 
@@ -141,7 +144,21 @@ def _training(step: Path, settings: Settings, rounds: int, answer: str) -> None:
     write_groups(groups, step / "records/groups.parquet")
     write_scores(scores, step / "records/scores.parquet")
     write_hints({"t0+1": Placed("t0", "Look twice.", "program")}, step / "pool")
-    tried = (1, "t0", 1, "gate/answer", "It is blue.", "it holds the answer", ("form",), "program", "scripted", "v1", 0, 0, 0.0)
+    tried = (
+        1,
+        "t0",
+        1,
+        "gate/answer",
+        "It is blue.",
+        "it holds the answer",
+        ("form",),
+        "program",
+        "scripted",
+        "v1",
+        0,
+        0,
+        0.0,
+    )
     write_attempts([Tried(*tried)], step / "records" / ATTEMPTS)
     write_json({"steps": {}}, step.parent / "metrics.json")
     with (step / "history.csv").open("w", newline="") as file:
@@ -159,12 +176,30 @@ def _visit(number: int, k: int, answer: str) -> list[Rollout]:
         for n in range(4)
     ]
     if (number, k) == (1, 1):
-        made[3] = rollout(made[3].rollout_id, prompt, "text train 1", 0.0, status="timeout", error="LMTimeoutError: 600 s")
+        made[3] = rollout(
+            made[3].rollout_id, prompt, "text train 1", 0.0, status="timeout", error="LMTimeoutError: 600 s"
+        )
     return made
 
 
 def _numbers(number: int) -> dict[str, float]:
     dev = {"dev/score": number / 4, "dev/ci_low": 0.0, "dev/ci_high": 1.0, "dev/n": 4}
     shares = {"visited/keep": 0.75, "visited/too_hard": 0.25, "visited/solved": 0.0, "visited/flat": 0.0}
-    states = {"pool/active": 5, "pool/queued": 1, "pool/refresh": 0, "pool/reserve": 0, "pool/solved": 0, "pool/suspect": 0}
-    return {"round": number, "reward": 0.3 + number / 10, "kl": 0.01 * number, "drawn": 4, "due": 0, **dev, **shares, **states}
+    states = {
+        "pool/active": 5,
+        "pool/queued": 1,
+        "pool/refresh": 0,
+        "pool/reserve": 0,
+        "pool/solved": 0,
+        "pool/suspect": 0,
+    }
+    return {
+        "round": number,
+        "reward": 0.3 + number / 10,
+        "kl": 0.01 * number,
+        "drawn": 4,
+        "due": 0,
+        **dev,
+        **shares,
+        **states,
+    }

@@ -231,17 +231,13 @@ def read_rollouts(folder: Path, only: Collection[str] | None = None) -> list[Rol
     calls: dict[str, list[Call]] = {}
     for row in _read_table(Call, folder / "calls.parquet", only):
         calls.setdefault(row["rollout_id"], []).append(Call(**{k: _frozen(v) for k, v in row.items()}))
-    return [
-        dataclasses.replace(one, calls=tuple(calls.get(one.rollout_id, ()))) for one in read_outcomes(folder, only)
-    ]
+    return [dataclasses.replace(one, calls=tuple(calls.get(one.rollout_id, ()))) for one in read_outcomes(folder, only)]
 
 
 def read_outcomes(folder: Path, only: Collection[str] | None = None) -> list[Rollout]:
     """The rollouts without their calls, which are most of what there is to read; otherwise like `read_rollouts`."""
     return [
-        Rollout(
-            **{**row, "calls": (), "output": json.loads(row["output"]), "channels": json.loads(row["channels"])}
-        )
+        Rollout(**{**row, "calls": (), "output": json.loads(row["output"]), "channels": json.loads(row["channels"])})
         for row in _read_table(Rollout, folder / "rollouts.parquet", only)
     ]
 

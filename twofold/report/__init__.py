@@ -118,9 +118,10 @@ def _history(path: Path) -> History:
 def _headline(report: Mapping[str, Any]) -> str:
     strategies = report["strategies"]
     first, best = next(iter(strategies)), max(strategies, key=lambda name: strategies[name]["score"])
-    said = f"{best} scores {_between(strategies[best], 'score')} on {strategies[best]['n']:.0f} test examples"
+    said = f"Best on test: {best}, {_between(strategies[best], 'score')}"
     found = report["differences"].get(f"{best} - {first}")
-    return f"{said}, {_between(found, 'difference', '+')} over {first}." if found else f"{said}."
+    more = f"; {_between(found, 'difference', '+')} over {first}" if found else ""
+    return f"{said}{more}, n = {strategies[best]['n']:.0f}."
 
 
 def _between(row: Mapping[str, float], name: str, sign: str = "") -> str:
@@ -178,17 +179,19 @@ def _charts(
     settings: Settings,
 ) -> dict[str, charts.Spec]:
     """All charts that have something to show, by name."""
+    strategies = list(report["strategies"])
     scores = [_scored(name, row) for name, row in report["strategies"].items()]
     found = {
-        "scores": charts.scores(scores, "score on test"),
-        "cost/rollouts": charts.cost(scores, "rollouts", "rollouts"),
-        "cost/tokens": charts.cost(scores, "tokens", "tokens, read and written"),
+        "scores": charts.scores(scores, "score on test", strategies),
+        "cost/rollouts": charts.cost(scores, "rollouts", "rollouts", strategies),
+        "cost/tokens": charts.cost(scores, "tokens", "tokens, read and written", strategies),
     }
     if differences := list(_to_first(report)):
-        found["differences"] = charts.scores(differences, f"paired difference to {next(iter(report['strategies']))}")
+        title = f"paired difference to {strategies[0]}"
+        found["differences"] = charts.scores(differences, title, strategies, "+.3f")
     for column, title in CURVES.items():
         if rows := list(_curve(histories, column)):
-            found[f"curve/{column}"] = charts.curve(rows, title, list(report["strategies"]))
+            found[f"curve/{column}"] = charts.curve(rows, title, strategies)
     if reasons := [row for one in lost for row in _reasons(one)]:
         found["losses"] = charts.losses(reasons)
     for (strategy, step), training in trainings.items():
@@ -254,4 +257,3 @@ def _pool_charts(name: str, history: History, training: Training, settings: Sett
 
 def _visits(row: Mapping[str, float]) -> float:
     return row["drawn"] + row["due"]
-

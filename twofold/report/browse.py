@@ -2,9 +2,9 @@
 
 1. A set is the rollouts that were made for one purpose: those of one round of a training, of one evaluation, of a
    teacher's trials, of a search for prompts.
-2. Of each set inputs are drawn at random, one after the other, and all rollouts of an input are shown, so that a group
-   can be seen side by side. The sets take turns, so that every round has its share, until `LIMIT` rollouts or `TEXT`
-   characters are reached.
+2. The sets take turns, those outside of rounds first and then the rounds in random order: each time an input is drawn
+   at random, and all its rollouts are shown, so that a group can be seen side by side. It ends when another input would
+   make more than `LIMIT` rollouts, or about `TEXT` characters.
 3. A shown rollout has its input and hints, its calls with prompt, answer and tokens, the groups its calls are in, with
    all members' rewards and advantages, its score and route, and its reward.
 
@@ -15,7 +15,7 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -37,7 +37,7 @@ LIMIT = 600
 """Most rollouts in a page."""
 
 TEXT = 3_000_000
-"""Most characters of prompts and answers in a page, about; a set's first input is shown however long it is."""
+"""Most characters of prompts and answers in a page, about; one input is shown however long it is."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -147,7 +147,7 @@ def shown(
     decode: Decode,
     seed: int,
 ) -> dict[str, Any]:
-    """What the browser of rollouts is given, as JSON: `sets`, `rollouts`, `groups`, `beginnings` and how many there are.
+    """What the browser of rollouts is given, as JSON values: rollouts, and what several of them share, once.
 
     Args:
         trainings: by strategy and step.
@@ -161,9 +161,19 @@ def shown(
     drawn = _draw(sets, derive(seed, "report"))
     redactor = redactor_of(pipeline, sets, examples.values())
     writer = _Writer(examples, trainings, pipeline, redactor, decode)
-    for number, one in enumerate(sets):
-        writer.add(number, one, drawn[number])
+    for number, rollouts in enumerate(_read(sets, drawn)):
+        writer.add(number, sets[number], rollouts)
     return writer.page(sets)
+
+
+def _read(sets: Sequence[Set], drawn: Sequence[Sequence[str]]) -> Iterator[list[Rollout]]:
+    """The drawn rollouts of each set with their calls; every file is read once."""
+    wanted: dict[Path, list[str]] = defaultdict(list)
+    for one, ids in zip(sets, drawn, strict=True):
+        wanted[one.folder] += ids
+    read = {folder: {one.rollout_id: one for one in read_rollouts(folder, ids)} for folder, ids in wanted.items()}
+    for one, ids in zip(sets, drawn, strict=True):
+        yield [read[one.folder][name] for name in ids]
 
 
 def redactor_of(pipeline: Pipeline, sets: Sequence[Set], splits: Iterable[Mapping[str, dspy.Example]]) -> Redactor:
@@ -183,26 +193,31 @@ def redactor_of(pipeline: Pipeline, sets: Sequence[Set], splits: Iterable[Mappin
 def _private_modules(pipeline: Pipeline) -> set[str]:
     """Modules that give a private output."""
     predictors = modules(pipeline.program())
-    return {name for name, one in predictors.items() if not one.signature.output_fields.keys().isdisjoint(pipeline.private)}
+    return {
+        name for name, one in predictors.items() if not one.signature.output_fields.keys().isdisjoint(pipeline.private)
+    }
 
 
 def _draw(sets: Sequence[Set], seed: int) -> list[list[str]]:
     """Ids of the rollouts to show, for each set in the order of its inputs' draw."""
     waiting = [_inputs(one, random.Random(derive(seed, *_named(one)))) for one in sets]
-    sizes = [_characters(one) for one in sets]
+    sizes = _characters(sets)
+    turns = list(range(len(sets)))
+    random.Random(derive(seed, "turns")).shuffle(turns)
+    turns.sort(key=lambda number: sets[number].round is not None)
     drawn: list[list[str]] = [[] for _ in sets]
     rollouts, text = 0, 0.0
     while any(waiting):
-        for number, inputs in enumerate(waiting):
-            if not inputs:
+        for number in turns:
+            if not waiting[number]:
                 continue
-            own = inputs.pop()
-            weight = len(own) * sizes[number]
-            if drawn[number] and (rollouts + len(own) > LIMIT or text + weight > TEXT):
-                inputs.clear()
+            own = waiting[number].pop()
+            more, longer = rollouts + len(own), text + len(own) * sizes[sets[number].folder]
+            if rollouts and (more > LIMIT or longer > TEXT):
+                waiting[number].clear()
                 continue
             drawn[number] += own
-            rollouts, text = rollouts + len(own), text + weight
+            rollouts, text = more, longer
     return drawn
 
 
@@ -220,11 +235,17 @@ def _inputs(one: Set, draw: random.Random) -> list[list[str]]:
     return found
 
 
-def _characters(one: Set) -> float:
-    """About how many characters a rollout of the set has: four for each token of its calls, from a few of them."""
-    some = read_rollouts(one.folder, [rollout.rollout_id for rollout in one.outcomes[:8]])
-    tokens = [len(call.prompt_ids) + len(call.completion_ids) for rollout in some for call in rollout.calls]
-    return 4 * sum(tokens) / max(1, len(some))
+def _characters(sets: Sequence[Set]) -> dict[Path, float]:
+    """About how many characters a rollout in each folder has: four for each token of its calls, from a few of them."""
+    some: dict[Path, list[str]] = {}
+    for one in sets:
+        some.setdefault(one.folder, [rollout.rollout_id for rollout in one.outcomes[:8]])
+    return {folder: _length(read_rollouts(folder, ids)) for folder, ids in some.items()}
+
+
+def _length(rollouts: Sequence[Rollout]) -> float:
+    tokens = [len(call.prompt_ids) + len(call.completion_ids) for rollout in rollouts for call in rollout.calls]
+    return 4 * sum(tokens) / max(1, len(rollouts))
 
 
 class _Writer:
@@ -247,16 +268,15 @@ class _Writer:
         self.groups: list[dict[str, Any]] = []
         self.numbers: dict[tuple[str, str, int | None, str], int] = {}
 
-    def add(self, number: int, one: Set, ids: Collection[str]) -> None:
-        found = {rollout.rollout_id: rollout for rollout in read_rollouts(one.folder, ids)}
-        empty = Training({}, {}, {}, ())
-        training = self.trainings.get((one.strategy, one.step), empty) if one.purpose == "training" else empty
-        hints = self.trainings.get((one.strategy, one.step), empty).hints
+    def add(self, number: int, one: Set, rollouts: Iterable[Rollout]) -> None:
+        own = self.trainings.get((one.strategy, one.step), Training({}, {}, {}, ()))
+        # An evaluation in the same step has rollouts of the same name, and neither groups nor scores.
+        training = own if one.purpose == "training" else Training({}, {}, own.hints, ())
         split = self.examples[SPLITS.get(one.purpose, "train")]
-        for rollout_id in ids:
-            row = self._rollout(found[rollout_id], one, training)
-            original, own = lineage(row["prompt"], hints)
-            self.rollouts.append({"set": number, **row, **self._input(original, split), **self._hints(own, training, row)})
+        for rollout in rollouts:
+            original, hints = lineage(rollout.example_id, own.hints)
+            row = {"set": number, **self._rollout(rollout, one, training), **self._input(original, split)}
+            self.rollouts.append({**row, **self._hints(hints, training, rollout.example_id)})
 
     def page(self, sets: Sequence[Set]) -> dict[str, Any]:
         return {
@@ -341,9 +361,9 @@ class _Writer:
             "labels": self.redactor.fields(labels_of(example)),
         }
 
-    def _hints(self, own: Sequence[Placed], training: Training, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _hints(self, own: Sequence[Placed], training: Training, prompt_id: str) -> dict[str, Any]:
         """The hints in the prompt, and what a teacher tried for it and for those it comes from."""
-        family = {row["prompt"], *(hint.parent for hint in own)}
+        family = {prompt_id, *(hint.parent for hint in own)}
         return {
             "hints": [
                 {"parent": hint.parent, "place": hint.place, "text": self.redactor.text(hint.text)} for hint in own
@@ -398,7 +418,7 @@ def _cut_beginnings(rollouts: Sequence[dict[str, Any]], sets: Sequence[Set]) -> 
     beginnings: dict[str, int] = {}
     for own in calls.values():
         prompts = {call["prompt"] for call in own}
-        shared = commonprefix(list(prompts)) if len(prompts) > 1 else ""
+        shared = commonprefix(list(prompts)) if len(prompts) > 1 else ""  # noqa: RUF071  letter by letter is right here
         # A beginning ends where a line does.
         shared = shared[: shared.rfind("\n") + 1]
         number = beginnings.setdefault(shared, len(beginnings))

@@ -27,7 +27,7 @@ function theme() {
     background: null,
     font: getComputedStyle(document.body).fontFamily,
     view: { stroke: null },
-    axis: { ...text, gridColor: line, domainColor: line, tickColor: line, labelLimit: 150 },
+    axis: { ...text, gridColor: line, domainColor: line, tickColor: line, labelLimit: 200, labelPadding: 8 },
     legend: { ...text, labelFontSize: 12, columnPadding: 14 },
     title: { color: ink, fontSize: 13, fontWeight: 600, anchor: "start", offset: 12 },
     text: { color: ink, fill: ink },
@@ -106,9 +106,9 @@ function see(where) {
   list.firstElementChild?.focus({ preventScroll: true });
 }
 
-function place(rollout) {
+function place(rollout, withStep = true) {
   const { strategy, step, purpose, round } = setOf(rollout);
-  return [strategy, step, purpose, round === null ? "" : `round ${round}`].filter(Boolean).join(" ");
+  return [strategy, withStep ? step : "", purpose, round === null ? "" : `round ${round}`].filter(Boolean).join(" ");
 }
 
 function number(value, digits = 3) { return value === null || value === undefined ? "–" : value.toFixed(digits); }
@@ -129,7 +129,7 @@ function row(rollout, at) {
   const asked = Object.values(rollout.inputs).map(shown).join(" · ");
   const element = make("div", { class: "row", role: "option", tabindex: at ? -1 : 0, "data-at": at },
     make("span", { class: `reward ${rollout.reward > 0 ? "high" : "low"}` }, number(rollout.reward, 2)),
-    make("span", { class: "where" }, place(rollout)),
+    make("span", { class: "where" }, place(rollout, false)),
     make("span", { class: "asked" }, asked),
     make("span", { class: "answer" }, answer),
     make("span", { class: `status ${rollout.status === "ok" ? "" : "failed"}` }, said(rollout.status)),

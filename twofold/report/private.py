@@ -55,8 +55,8 @@ class Redactor:
         folded = [word.group().casefold() for word in words]
         hidden = {
             at + offset
-            for at in range(len(words))
             for length in self.lengths
+            for at in range(len(words) - length + 1)
             if tuple(folded[at : at + length]) in self.runs
             for offset in range(length)
         }
