@@ -318,7 +318,7 @@ def _write_table(rows: list[dict[str, Any]], kind: type, path: Path) -> None:
 
 
 def _read_table(kind: type, path: Path, rollouts: Collection[str] | None = None) -> list[dict[str, Any]]:
-    rows = None if rollouts is None else pc.field("rollout_id").isin(list(rollouts))
+    rows = None if rollouts is None else pc.field("rollout_id").isin(pa.array(list(rollouts), pa.string()))
     return read_table(_COLUMNS[kind], kind.__name__, path, rows).to_pylist()
 
 

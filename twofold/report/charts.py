@@ -15,6 +15,8 @@ VERDICTS = ("flat", "too_hard", "keep", "solved")
 STATES = ("reserve", "queued", "active", "solved", "refresh", "suspect")
 """In the order of the page's colours, in which an input that teaches is blue and a solved one green."""
 
+_PLAIN = "replace(datum.label, '_', ' ')"
+
 Rows = Sequence[Mapping[str, Any]]
 Spec = dict[str, Any]
 
@@ -126,7 +128,7 @@ def _colour(strategies: Sequence[str]) -> alt.Color:
 def _legend(rows: Rows, column: str) -> alt.Legend:
     """Of what there is."""
     there = sorted({row[column] for row in rows})
-    return alt.Legend(title=None, orient="top", columns=3, symbolType="circle", values=there)
+    return alt.Legend(title=None, orient="top", columns=3, symbolType="circle", values=there, labelExpr=_PLAIN)
 
 
 def _hover(*columns: str) -> list[alt.Tooltip]:
