@@ -108,9 +108,9 @@ def test_private_fields_are_names(tmp_path):
     text = "def program(): ...\ndef metric(): ...\ndef load(): ...\n"
     (tmp_path / "some.py").write_text(f'{text}private = ("query", "note")\n')
     (tmp_path / "one.py").write_text(f'{text}private = "query"\n')
-    assert load_pipeline("some", tmp_path).private == ("query", "note")
+    assert programs.load_pipeline("some", tmp_path).private == ("query", "note")
     with pytest.raises(PipelineError, match=r'Write private = \("query",\)'):
-        load_pipeline("one", tmp_path)
+        programs.load_pipeline("one", tmp_path)
 
 
 def test_a_pipeline_that_does_not_import_says_why(tmp_path):
