@@ -188,7 +188,7 @@ def _charts(
     }
     if differences := list(_to_first(report)):
         title = f"paired difference to {strategies[0]}"
-        found["differences"] = charts.scores(differences, title, strategies, "+.3f")
+        found["differences"] = charts.scores(differences, title, strategies, "+.3f", charts.ROOM)
     for column, title in CURVES.items():
         if rows := list(_curve(histories, column)):
             found[f"curve/{column}"] = charts.curve(rows, title, strategies)

@@ -15,20 +15,23 @@ VERDICTS = ("flat", "too_hard", "keep", "solved")
 STATES = ("reserve", "queued", "active", "solved", "refresh", "suspect")
 """In the order of the page's colours, in which an input that teaches is blue and a solved one green."""
 
+ROOM = 26
+"""Pixels beside the values, where one may be 0 and its number must not meet the names."""
+
 _PLAIN = "replace(datum.label, '_', ' ')"
 
 Rows = Sequence[Mapping[str, Any]]
 Spec = dict[str, Any]
 
 
-def scores(rows: Rows, title: str, strategies: Sequence[str], form: str = ".3f") -> Spec:
+def scores(rows: Rows, title: str, strategies: Sequence[str], form: str = ".3f", padding: int = 0) -> Spec:
     """A point with its interval for each strategy; rows have `strategy`, `value`, `low`, `high` and `n`."""
     named = alt.Y("strategy:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelFontSize=13))
     hover = _hover("strategy:N", "value:Q", "low:Q", "high:Q", "n:Q")
     base = alt.Chart().encode(y=named, tooltip=hover)
     line = _interval(base.encode(color=_colour(strategies))).encode(x="low:Q", x2="high:Q")
     dot = _dot(base.encode(color=_colour(strategies)))
-    point = dot.encode(x=alt.X("value:Q", title=title, scale=alt.Scale(zero=True)))
+    point = dot.encode(x=alt.X("value:Q", title=title, scale=alt.Scale(zero=True, padding=padding)))
     text = base.mark_text(dy=-14, fontSize=12).encode(x="value:Q", text=alt.Text("value:Q", format=form))
     return _spec(alt.layer(line, point, text, data=_values(rows)), ROW * len(rows) + 10)
 
@@ -91,7 +94,7 @@ def learning(rows: Rows) -> Spec:
     base = alt.Chart().encode(y=y, tooltip=hover)
     zero = alt.Chart(_values([{"at": 0}])).mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x="at:Q")
     line = _interval(base).encode(x="low:Q", x2="high:Q")
-    point = _dot(base).encode(x=alt.X("value:Q", title="change of accuracy"))
+    point = _dot(base).encode(x=alt.X("value:Q", title="change of accuracy", scale=alt.Scale(padding=ROOM)))
     text = base.mark_text(dy=-14, fontSize=12).encode(x="value:Q", text="label:N")
     labelled = [{**row, "label": f"{row['value']:+.2f}, n = {row['n']}"} for row in rows]
     return _spec(alt.layer(zero, line, point, text, data=_values(labelled)), ROW * len(order))

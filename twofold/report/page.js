@@ -27,7 +27,7 @@ function theme() {
     background: null,
     font: getComputedStyle(document.body).fontFamily,
     view: { stroke: null },
-    axis: { ...text, gridColor: line, domainColor: line, tickColor: line, labelLimit: 200, labelPadding: 6, labelFlush: false, titlePadding: 8 },
+    axis: { ...text, gridColor: line, domainColor: line, tickColor: line, labelLimit: 200, labelPadding: 6, labelFlush: false, labelOverlap: true, titlePadding: 8 },
     legend: { ...text, labelFontSize: 12, columnPadding: 14 },
     title: { color: ink, fontSize: 13, fontWeight: 600, anchor: "start", offset: 12 },
     text: { color: ink, fill: ink },
