@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"> &lt;b&gt; {{ 7*7 }}"
 
 
-def write(folder: Path, settings: Settings) -> str:
+def write(folder: Path, settings: Settings, name: str = "other.html") -> str:
     """Write the page of a run, and return it."""
     names = list(settings.strategies)
-    path = folder / "reports/index.html"
+    path = folder / "reports" / name
     write_page(
         path,
         runs.report(settings),
@@ -55,7 +55,7 @@ def embedded(page: str, name: str) -> Any:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page of a run in which one kind of answer is hostile."""
     folder = tmp_path_factory.mktemp("report")
-    write(folder, runs.make_run(folder, answer=EVIL))
+    write(folder, runs.make_run(folder, answer=EVIL), "index.html")
     return folder
 
 
@@ -248,10 +248,9 @@ def browser() -> "Iterator[Browser]":
 
 
 @pytest.fixture(params=[(1280, 900, "light"), (390, 844, "dark")], ids=["wide light", "phone dark"])
-def opened(request: pytest.FixtureRequest, browser: "Browser", run: Path, page: str) -> "Iterator[Page]":
+def opened(request: pytest.FixtureRequest, browser: "Browser", run: Path) -> "Iterator[Page]":
     """The page, drawn; whatever it says on the console, asks the network for, or throws fails the test."""
     width, height, scheme = request.param
-    write(run, Settings.model_validate(runs.SETTINGS))
     problems: list[str] = []
     tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     tab.set_default_timeout(120_000)

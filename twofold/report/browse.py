@@ -74,6 +74,9 @@ class Training:
     attempts: Sequence[Tried]
 
 
+NOTHING = Training({}, {}, {}, ())
+
+
 def sets_of(strategy: str, folder: Path, test: Path) -> list[Set]:
     """All sets of a strategy.
 
@@ -269,9 +272,9 @@ class _Writer:
         self.numbers: dict[tuple[str, str, int | None, str], int] = {}
 
     def add(self, number: int, one: Set, rollouts: Iterable[Rollout]) -> None:
-        own = self.trainings.get((one.strategy, one.step), Training({}, {}, {}, ()))
+        own = self.trainings.get((one.strategy, one.step), NOTHING)
         # An evaluation in the same step has rollouts of the same name, and neither groups nor scores.
-        training = own if one.purpose == "training" else Training({}, {}, own.hints, ())
+        training = own if one.purpose == "training" else NOTHING
         split = self.examples[SPLITS.get(one.purpose, "train")]
         for rollout in rollouts:
             original, hints = lineage(rollout.example_id, own.hints)
@@ -292,7 +295,7 @@ class _Writer:
             ],
             "rollouts": self.rollouts,
             "groups": self.groups,
-            "beginnings": _cut_beginnings(self.rollouts, sets),
+            "beginnings": _cut_beginnings(self.rollouts),
             "private": sorted(self.redactor.names),
             "total": sum(len(one.outcomes) for one in sets),
         }
@@ -409,7 +412,7 @@ def _group(group: Group) -> dict[str, Any]:
     }
 
 
-def _cut_beginnings(rollouts: Sequence[dict[str, Any]], sets: Sequence[Set]) -> list[str]:
+def _cut_beginnings(rollouts: Sequence[dict[str, Any]]) -> list[str]:
     """Take from the calls' prompts what all prompts of a module in a set begin with; it is kept once."""
     calls: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for rollout in rollouts:
