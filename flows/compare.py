@@ -10,15 +10,17 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from flows.sampling import SPENT, evaluate_on
 from tasks import stage, tracking
 from tasks.candidate import Candidate
-from tasks.step import Manifest
+from tasks.step import Manifest, publish
 from twofold import bands, evaluation, plots
 from twofold.console import console
-from twofold.programs import load_pipeline
+from twofold.programs import Pipeline, load_pipeline
 from twofold.records import read_json, read_rollouts, write_json
+from twofold.report import write_page
 from twofold.seeds import derive
 from twofold.settings import Settings, load
 
@@ -74,6 +76,7 @@ def compare(params: str) -> None:
         tracking.log_test(name, settings, data.digest, {f"test/{column}": table[name][column] for column in COLUMNS})
     report = {"strategies": table, "steps": steps, "differences": _differences(tests, settings)}
     _write(report, outputs)
+    _write_page(report, outputs, tests, settings, pipeline, data, model)
     _publish(report)
 
 
@@ -106,6 +109,24 @@ def _write(report: dict[str, Any], outputs: dict[str, Manifest]) -> None:
         writer.writerows(rounds)
     plots.scores(report["strategies"], REPORTS / "scores.png")
     plots.rounds(rounds, REPORTS / "rounds.png")
+
+
+def _write_page(
+    report: dict[str, Any],
+    outputs: dict[str, Manifest],
+    tests: dict[str, Manifest],
+    settings: Settings,
+    pipeline: Pipeline,
+    data: Manifest,
+    model: Manifest,
+) -> None:
+    """The rollouts on test, as no strategy published them, and the page that shows all."""
+    for name, test in tests.items():
+        publish(test.folder, REPORTS / "test" / name)
+    decode = AutoTokenizer.from_pretrained(model.folder).decode
+    folders = {name: made.folder for name, made in outputs.items()}
+    published = {name: REPORTS / "test" / name for name in tests}
+    write_page(REPORTS / "index.html", report, folders, published, data.folder, pipeline, settings, decode)
 
 
 def _rounds(name: str, folder: Path) -> Iterator[dict[str, Any]]:

@@ -81,6 +81,7 @@ def train_weights(
     spent = {name: sum(done.spent[name] for done in rounds) for name in rounds[0].spent}
     history = [{"round": done.number, **done.metrics} for done in rounds]
     records = {"records": _records(folder / "records", rounds)}
+    records |= {f"dev/round-{done.number:04d}": done.dev.folder for done in rounds if done.dev}
     if settings.scaffold:
         _add_scores(folder / "records", rounds)
         records[POOL] = rounds[-1].checkpoint.folder / POOL
