@@ -69,12 +69,13 @@ def pooled_batch(
 ) -> Batch:
     """What is kept of the inputs that are drawn; less than was asked for, or nothing, when too few of them teach.
 
-    A training begins with a new pool: what an input taught under other prompts says little of what it teaches now.
+    A training begins with a new pool: what an input taught under other prompts says little of what it teaches now. Only
+    where the settings name one does it go on from that.
 
     Args:
         answers: the teacher's, of the round before.
     """
-    before = candidate.checkpoint.part(POOL) if candidate.checkpoint and round_number else None
+    before = candidate.checkpoint.part(POOL) if candidate.checkpoint and round_number else _start(settings)
     drawn = draw(
         folder / "draw", settings=settings, data=data, before=before, answers=answers, round_number=round_number
     )
@@ -107,3 +108,9 @@ def pooled_batch(
         round_number=round_number,
     )
     return Batch(grouped, collected, [drawn, *scored])
+
+
+def _start(settings: Settings) -> Manifest | None:
+    """The pool that a training begins with."""
+    start = settings.scaffold.pool.start
+    return Manifest.of(Path(start)) if start else None

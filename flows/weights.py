@@ -15,17 +15,20 @@ from flows.teacher import Taught, teach_beside
 from tasks.candidate import Candidate
 from tasks.group import GROUPS
 from tasks.pool import ANSWERS, POOL
-from tasks.scaffold import check_teacher
 from tasks.score import SCORES
 from tasks.source import Source, sources_of
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from tasks.train import train
+from twofold import bands
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
 from twofold.endpoints import Spent
+from twofold.examples import read_examples
+from twofold.hints import read_hints
 from twofold.programs import load_pipeline
 from twofold.records import read_groups, read_rollouts, write_groups, write_rollouts
+from twofold.scaffolds import check_teacher
 from twofold.scores import read_scores, write_scores
 from twofold.settings import Settings
 
@@ -62,7 +65,8 @@ def train_weights(
     `number` tells this step from other trainings in the same strategy.
     """
     if settings.teaches:
-        check_teacher(settings, load_pipeline(settings.pipeline))
+        examples = read_examples(data.folder / "train.jsonl")
+        check_teacher(settings.scaffold, load_pipeline(settings.pipeline), examples)
     sources = sources_of(settings, candidate, folder / "sources")
     rounds: list[Round] = []
     taught = Taught(None, Spent())
@@ -77,9 +81,11 @@ def train_weights(
     spent = {name: sum(done.spent[name] for done in rounds) for name in rounds[0].spent}
     history = [{"round": done.number, **done.metrics} for done in rounds]
     records = {"records": _records(folder / "records", rounds)}
+    records |= {f"dev/round-{done.number:04d}": done.dev.folder for done in rounds if done.dev}
     if settings.scaffold:
         _add_scores(folder / "records", rounds)
         records[POOL] = rounds[-1].checkpoint.folder / POOL
+        records[bands.FILE] = _bands(folder, rounds[-1], run)
         if settings.teaches:
             _add_attempts(folder / "records", rounds)
     return Made(evaluated, spent, history, records)
@@ -142,6 +148,16 @@ def _records(folder: Path, rounds: list[Round]) -> Path:
 
 def _add_scores(folder: Path, rounds: list[Round]) -> None:
     write_scores([one for done in rounds for one in read_scores(done.grouped.folder / SCORES)], folder / SCORES)
+
+
+def _bands(folder: Path, last: Round, run: StageRun) -> Path:
+    """What was learned of inputs by the band of their score."""
+    hints = read_hints(last.checkpoint.folder / POOL)
+    rows = read_scores(folder / "records" / SCORES)
+    found = bands.learning(rows, {row.example_id for row in rows} - hints.keys())
+    bands.write_bands(found, folder / bands.FILE)
+    run.log(bands.metrics(found), last.number)
+    return folder / bands.FILE
 
 
 def _add_attempts(folder: Path, rounds: list[Round]) -> None:

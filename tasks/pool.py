@@ -28,7 +28,7 @@ POOL = "pool"
 DRAWN = "drawn.json"
 
 
-@step(reads=("seed", "scaffold.pooling"))
+@step(reads=("seed", "scaffold.pooling", "weights.examples_per_round"))
 def draw(
     folder: Path,
     *,
@@ -41,20 +41,24 @@ def draw(
     """Write the pool as the round finds it, and the inputs the round may visit: those drawn, and those due.
 
     Args:
-        before: the pool after the round before; None begins a pool in which every training example is active.
+        before: the pool after the round before, or the one that the first round begins with; None begins a pool in
+            which every training example is active.
         answers: what the teacher's requests of the round before came to. They join here, before the refresh that may
             let their scaffolds into training.
     """
     periods = settings.scaffold.pooling
     examples = [example_id(example) for example in read_examples(data.folder / "train.jsonl")]
     pool, hints = (read_pool(before.folder), read_hints(before.folder)) if before else (pools.new_pool(examples), {})
+    if before and not round_number:
+        pool = pools.begin(pool, examples)
     if answers:
         pool, hints = join(pool, hints, read_answers(answers.folder / ANSWERS), round_number + 1)
     pool = pools.refresh(pool, round_number + 1, periods)
     write_pool(pool, folder / POOL)
     write_hints(hints, folder / POOL)
     drawn = pools.draw(pool, round_number + 1, periods, settings.seed)
-    due = pools.due(pool, round_number + 1, periods)
+    most = periods.reserve_batch or settings.weights.examples_per_round
+    due = pools.due(pool, round_number + 1, periods, most)
     write_json({"drawn": list(drawn), "due": list(due)}, folder / DRAWN)
     return {}
 

@@ -22,6 +22,7 @@ from twofold.records import (
     read_checkpoint,
     read_groups,
     read_json,
+    read_outcomes,
     read_rollouts,
     write_groups,
     write_json,
@@ -73,6 +74,14 @@ def test_rollouts_come_back_as_they_were(tmp_path):
     written = [rollout(), failed, seen, replace(rollout("r/3", status="parse_error"), calls=(pictures,))]
     write_rollouts(written, tmp_path)
     assert read_rollouts(tmp_path) == written
+
+
+def test_some_rollouts_can_be_read_and_all_without_their_calls(tmp_path):
+    written = [rollout("r/0"), rollout("r/1", calls=0), rollout("r/2", calls=1)]
+    write_rollouts(written, tmp_path)
+    assert read_rollouts(tmp_path, ["r/2", "r/0", "r/9"]) == [written[0], written[2]]
+    assert read_rollouts(tmp_path, []) == []
+    assert read_outcomes(tmp_path) == [replace(one, calls=()) for one in written]
 
 
 @given(st.lists(st.tuples(TEXT, IDS, st.lists(NUMBER, max_size=5).map(tuple)), max_size=4), TEXT, NUMBER)

@@ -65,7 +65,7 @@ def changed() -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_drop_is_trained_on_and_judged(checkout: Path, prefect_server: None) -> None:
+def test_a_drop_is_trained_on_and_judged(checkout: Path, prefect_server: str) -> None:
     from flows.retrain import retrain
 
     bad = [*rows("x", "bad", range(1), letter=""), *rows("e", "text number", range(7, 8))]

@@ -19,9 +19,9 @@ WEIGHTS = {**SETTINGS["weights"], "rounds": 2, "sources": [SOURCE]}
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
     """A checkout in which the strategy has run with a source in other words."""
-    folder = make(tmp_path_factory.mktemp("sourced") / "checkout", weights=WEIGHTS, scaffold=SCAFFOLD)
+    folder = make(tmp_path_factory.mktemp("sourced") / "checkout", prefect_server, weights=WEIGHTS, scaffold=SCAFFOLD)
     program = load_pipeline("tiny", folder / "pipelines").program()
     program.answer.signature = program.answer.signature.with_instructions("Say e, and e again.")
     save_state(program, folder / "wise/program.json")

@@ -76,7 +76,7 @@ def score(rollouts: Sequence[Rollout], resamples: int, seed: int) -> Score:
         RecordError: there are none.
     """
     means = _by_example(rollouts)
-    low, high = _interval(list(means.values()), resamples, seed)
+    low, high = interval(list(means.values()), resamples, seed)
     calls = [call for rollout in rollouts for call in rollout.calls]
     return Score(
         score=float(np.mean(list(means.values()))),
@@ -97,7 +97,7 @@ def difference(a: Sequence[Rollout], b: Sequence[Rollout], resamples: int, seed:
         RecordError: there are no rollouts, or the two are not of the same examples.
     """
     gains = _gains(a, b)
-    low, high = _interval(gains, resamples, seed)
+    low, high = interval(gains, resamples, seed)
     return Difference(float(np.mean(gains)), low, high, len(gains))
 
 
@@ -138,7 +138,8 @@ def _by_example(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {example: sum(values) / len(values) for example, values in sorted(rewards.items())}
 
 
-def _interval(values: list[float], resamples: int, seed: int) -> tuple[float, float]:
+def interval(values: list[float], resamples: int, seed: int) -> tuple[float, float]:
+    """95% interval of the mean of independent values."""
     if min(values) == max(values):
         # Every resample has this mean; the bias correction would divide by zero.
         return values[0], values[0]

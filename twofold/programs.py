@@ -48,6 +48,8 @@ class Pipeline:
     """The input field that takes hints: the file's `HINT_FIELD`."""
     accuracy: Callable[..., Any] | None
     """The metric that strategies are compared by, when it is not the reward's."""
+    private: tuple[str, ...]
+    """Input and output fields whose values no report shows: the file's `private`."""
     digest: str
     """sha256 of the file, and of the pipelines it imports."""
 
@@ -56,7 +58,8 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
     """Import `folder/NAME.py`.
 
     Raises:
-        PipelineError: there is no such file, it cannot be imported, or it lacks `program`, `metric` or `load`.
+        PipelineError: there is no such file, it cannot be imported, it lacks `program`, `metric` or `load`, or its
+            `private` is one name.
     """
     path = folder / f"{name}.py"
     if not path.is_file():
@@ -75,6 +78,7 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
         teacher=getattr(module, "teacher", None),
         hint_field=getattr(module, "HINT_FIELD", None),
         accuracy=getattr(module, "accuracy", None),
+        private=_private(module, path),
         digest=_digest(path),
     )
 
@@ -189,6 +193,13 @@ def _import(name: str, path: Path) -> ModuleType:
         del sys.modules[spec.name]
         raise PipelineError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+def _private(module: ModuleType, path: Path) -> tuple[str, ...]:
+    names = getattr(module, "private", ())
+    if isinstance(names, str):
+        raise PipelineError(f'{path}: `private` must hold names of fields. Write private = ("{names}",).')
+    return tuple(names)
 
 
 def _digest(path: Path) -> str:

@@ -9,12 +9,13 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from twofold.errors import RecordError
@@ -231,25 +232,26 @@ def write_rollouts(rollouts: list[Rollout], folder: Path) -> None:
     _write_table([_row(call) for rollout in rollouts for call in rollout.calls], Call, folder / "calls.parquet")
 
 
-def read_rollouts(folder: Path) -> list[Rollout]:
+def read_rollouts(folder: Path, only: Collection[str] | None = None) -> list[Rollout]:
     """Read what `write_rollouts` wrote.
+
+    Args:
+        only: ids of the rollouts to read; None reads all.
 
     Raises:
         RecordError: a file is missing, torn, or from a newer version.
     """
     calls: dict[str, list[Call]] = {}
-    for row in _read_table(Call, folder / "calls.parquet"):
+    for row in _read_table(Call, folder / "calls.parquet", only):
         calls.setdefault(row["rollout_id"], []).append(Call(**{k: _frozen(v) for k, v in row.items()}))
+    return [dataclasses.replace(one, calls=tuple(calls.get(one.rollout_id, ()))) for one in read_outcomes(folder, only)]
+
+
+def read_outcomes(folder: Path, only: Collection[str] | None = None) -> list[Rollout]:
+    """The rollouts without their calls, which are most of what there is to read; otherwise like `read_rollouts`."""
     return [
-        Rollout(
-            **{
-                **row,
-                "calls": tuple(calls.get(row["rollout_id"], ())),
-                "output": json.loads(row["output"]),
-                "channels": json.loads(row["channels"]),
-            }
-        )
-        for row in _read_table(Rollout, folder / "rollouts.parquet")
+        Rollout(**{**row, "calls": (), "output": json.loads(row["output"]), "channels": json.loads(row["channels"])})
+        for row in _read_table(Rollout, folder / "rollouts.parquet", only)
     ]
 
 
@@ -307,10 +309,14 @@ def write_table(table: pa.Table, path: Path) -> None:
         pq.write_table(versioned, aside, compression="zstd")
 
 
-def read_table(schema: pa.Schema, kind: str, path: Path) -> pa.Table:
-    """Read what `write_table` wrote; raises `RecordError` like `read_rollouts`, naming the `kind` of its records."""
+def read_table(schema: pa.Schema, kind: str, path: Path, rows: pc.Expression | None = None) -> pa.Table:
+    """Read what `write_table` wrote; raises `RecordError` like `read_rollouts`, naming the `kind` of its records.
+
+    Args:
+        rows: which to read; None reads all.
+    """
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, filters=rows)
         version = int(table.schema.metadata[b"twofold_schema"])
     except (OSError, pa.ArrowException, KeyError, TypeError) as error:
         raise RecordError(_torn(path, error)) from error
@@ -326,8 +332,9 @@ def _write_table(rows: list[dict[str, Any]], kind: type, path: Path) -> None:
     write_table(pa.Table.from_pylist(rows, schema=_COLUMNS[kind]), path)
 
 
-def _read_table(kind: type, path: Path) -> list[dict[str, Any]]:
-    return read_table(_COLUMNS[kind], kind.__name__, path).to_pylist()
+def _read_table(kind: type, path: Path, rollouts: Collection[str] | None = None) -> list[dict[str, Any]]:
+    rows = None if rollouts is None else pc.field("rollout_id").isin(pa.array(list(rollouts), pa.string()))
+    return read_table(_COLUMNS[kind], kind.__name__, path, rows).to_pylist()
 
 
 def _check_version(version: int, path: Path) -> None:

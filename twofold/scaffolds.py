@@ -33,6 +33,7 @@ from twofold.leaks import useless
 from twofold.pool import Answer, Outcome
 from twofold.programs import Pipeline
 from twofold.records import Rollout
+from twofold.settings import Scaffold
 from twofold.settings import Teacher as TeacherSettings
 
 Failure = Literal[
@@ -49,6 +50,9 @@ PROGRAM = "whole-program"
 
 Gate = Callable[[str], Sequence[Check]]
 """Judges a hint: verdicts in order, of which only the last may be a refusal (see `leaks.gate`)."""
+
+WHERE = "scaffold.teacher"
+"""Where a teacher stands in the settings."""
 
 _ERROR_CHARS = 300
 
@@ -198,6 +202,27 @@ def _reasons(attempt: Attempt) -> tuple[str, ...]:
 # Teachers
 
 
+def check_teacher(settings: Scaffold, pipeline: Pipeline, examples: Sequence[dspy.Example]) -> None:
+    """See to it that there is a teacher, and an input for its hints, before anything is trained. Nobody is asked.
+
+    Args:
+        examples: those that are trained on.
+
+    Raises:
+        SettingsError: the pipeline has no such teacher, the environment lacks the endpoint's key, or the teacher's
+            program has no LM.
+        PipelineError: its teacher makes no program, or it names no input for hints that every example has as a text.
+    """
+    make_teacher(settings.teacher, pipeline, Ledger(settings.teacher.budget), WHERE)
+    if not pipeline.hint_field:
+        raise PipelineError(
+            f"{pipeline.path}: scaffold.arm is {settings.arm}, and no input takes its hints. Set HINT_FIELD to the "
+            "name of an input field."
+        )
+    for example in examples:
+        hinted(example, "", pipeline.hint_field)
+
+
 def make_teacher(settings: TeacherSettings, pipeline: Pipeline, ledger: Ledger, where: str) -> Teacher | None:
     """The teacher that the settings name; None for `none`.
 
@@ -206,7 +231,8 @@ def make_teacher(settings: TeacherSettings, pipeline: Pipeline, ledger: Ledger, 
         where: where these settings stand, such as `scaffold.teacher`.
 
     Raises:
-        SettingsError: the pipeline has no such function, or the environment lacks the endpoint's key.
+        SettingsError: the pipeline has no such function, the environment lacks the endpoint's key, or the teacher's
+            program has no LM.
         PipelineError: its `teacher` makes no program.
     """
     match settings.kind:
@@ -340,6 +366,11 @@ class _Program(_Accountable):
         if endpoint:
             lm = lm_of(endpoint, where, endpoint.max_tokens, endpoint.temperature)
             program = programs.bind(program, lambda module: lm)
+        elif mute := [name for name, module in programs.modules(program).items() if module.lm is None]:
+            raise SettingsError(
+                f"{where} is null, and of the teacher of {pipeline.path} these modules have no LM: {', '.join(mute)}. "
+                "Set it to the server they ask, or give them an LM in the pipeline's file."
+            )
         self.program = program
         self.places = BoundedSemaphore(endpoint.concurrency if endpoint else 1)
         self.pace = Pace(endpoint.requests_per_minute if endpoint else None)

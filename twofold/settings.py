@@ -188,10 +188,16 @@ class Pooling(Section):
     """Rounds between two times that the prompts in reserve are scored again."""
     recheck_every: Positive = 20
     """Rounds after which a solved or suspect prompt is scored again."""
+    reserve_batch: Positive | None = None
+    """Most prompts that a round scores again beside those it draws: of the reserve, solved and suspect. null is as many
+    as `weights.examples_per_round`."""
     max_depth: Count = 2
     """Most hints on top of each other; 0 asks no teacher."""
     max_draws: Positive = 64
     """Most prompts that a round draws to fill its batch."""
+    start: str | None = None
+    """Folder of a pool that every training begins with, as `twofold pool restore` writes it; null begins with all
+    examples active."""
 
 
 class TeacherEndpoint(Endpoint):
@@ -278,8 +284,10 @@ class Scaffold(Section):
 
     @property
     def pooling(self) -> Pooling:
-        """`pool`; where there is no teacher, nothing is queued for one."""
-        return self.pool if self.teaches else self.pool.model_copy(update={"max_depth": 0})
+        """What the pool does in a round; where there is no teacher, nothing is queued for one. A step that begins with
+        `start` has it as an input."""
+        depth = self.pool.max_depth if self.teaches else 0
+        return self.pool.model_copy(update={"max_depth": depth, "start": None})
 
 
 class Lora(Section):
