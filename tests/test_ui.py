@@ -44,8 +44,7 @@ def test_an_occupied_port_is_named_with_its_setting(tmp_path: Path, setting: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_all_of_it_ends_with_it(tmp_path: Path, ending: signal.Signals) -> None:
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     prefect, mlflow = free_port(), free_port()
     process = start(tmp_path, prefect, mlflow)
     try:
@@ -59,9 +58,9 @@ def test_all_of_it_ends_with_it(tmp_path: Path, ending: signal.Signals) -> None:
         while not (found := running_in(tmp_path)) or len(found) < 7:
             time.sleep(0.1)
     finally:
-        process.send_signal(ending)
+        process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
-    assert process.returncode == {signal.SIGINT: 0, signal.SIGTERM: 143}[ending]
+    assert process.returncode == 0
     assert running_in(tmp_path) == []
 
 
