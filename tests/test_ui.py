@@ -55,7 +55,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
             f"http://127.0.0.1:{prefect}/deployments",
         ]
         assert urllib.request.urlopen(f"http://127.0.0.1:{mlflow}/health").status == 200
-        while not (found := running_in(tmp_path)) or len(found) < 7:
+        while len(running_in(tmp_path)) < 7:
             time.sleep(0.1)
     finally:
         process.send_signal(signal.SIGINT)
