@@ -17,7 +17,7 @@ from tasks.candidate import Candidate
 from tasks.step import Manifest
 from twofold import evaluation, plots
 from twofold.console import console
-from twofold.programs import load_pipeline
+from twofold.programs import STATE, load_pipeline, save_state
 from twofold.records import read_json, read_rollouts, write_json
 from twofold.seeds import derive
 from twofold.settings import Settings, load
@@ -64,7 +64,15 @@ def compare(params: str) -> None:
         tests[name] = evaluate_on("test", work / name, settings, candidate, data)
         metrics = read_json(made.folder / "metrics.json")
         table[name], steps[name] = _row(tests[name], metrics), metrics["steps"]
-        tracking.log_test(name, settings, data.digest, {f"test/{column}": table[name][column] for column in COLUMNS})
+    for name, endpoint in settings.hosted.items():
+        row = f"hosted-{name}"
+        save_state(pipeline.program(), work / row / "program" / STATE)
+        vanilla = Manifest.of(work / row / "program")
+        candidate = Candidate(settings.pipeline, pipeline.digest, vanilla, model, None, (name, *endpoint.asked))
+        tests[row] = evaluate_on("test", work / row, settings, candidate, data)
+        table[row], steps[row] = _hosted_row(tests[row], f"endpoints/hosted/{name}"), {}
+    for name, row in table.items():
+        tracking.log_test(name, settings, data.digest, {f"test/{column}": value for column, value in row.items()})
     report = {"strategies": table, "steps": steps, "differences": _differences(tests, settings)}
     _write(report, outputs)
     _publish(report)
@@ -73,7 +81,14 @@ def compare(params: str) -> None:
 def _row(test: Manifest, made: dict[str, Any]) -> dict[str, float]:
     """A strategy's score on test, and all it cost: its steps and this evaluation."""
     found = {name: test.metrics.get(name, 0.0) for name in COLUMNS}
-    return {**found, **{name: found[name] + made[name] for name in SPENT}}
+    channels = {name: value for name, value in test.metrics.items() if name.startswith("channel/")}
+    return {**found, **{name: found[name] + made[name] for name in SPENT}, **channels}
+
+
+def _hosted_row(test: Manifest, used: str) -> dict[str, float]:
+    """As of a strategy; its tokens are those that the server counted."""
+    tokens = {name: test.metrics.get(f"{used}/{name}", 0.0) for name in ("tokens_in", "tokens_out")}
+    return {**_row(test, dict.fromkeys(SPENT, 0.0)), **tokens}
 
 
 def _differences(tests: dict[str, Manifest], settings: Settings) -> dict[str, Any]:
@@ -125,15 +140,24 @@ def _publish(report: dict[str, Any]) -> None:
 
 
 def _columns(report: dict[str, Any]) -> list[str]:
-    """What is shown: money only where some was spent."""
-    spent = any(row["money"] for row in report["strategies"].values())
-    return ["strategy", *(name for name in COLUMNS if spent or name != "money")]
+    """What is shown: money only where some was spent; channels of the metric by their name alone."""
+    rows = report["strategies"].values()
+    spent = any(row["money"] for row in rows)
+    return ["strategy", *(name for name in COLUMNS if spent or name != "money"), *_channels(report)]
+
+
+def _channels(report: dict[str, Any]) -> list[str]:
+    """Names of the metric's channels that some strategy has."""
+    return sorted({name.split("/")[1] for row in report["strategies"].values() for name in row if "/" in name})
 
 
 def _shown(report: dict[str, Any]) -> list[list[str]]:
-    """A row for each strategy, its numbers as texts."""
+    """A row for each strategy, its numbers as texts; a channel that it has not is a dash."""
     _, *columns = _columns(report)
-    return [[name, *(_text(row[column]) for column in columns)] for name, row in report["strategies"].items()]
+    return [
+        [name, *(_text(row.get(column, row.get(f"channel/{column}/mean"))) for column in columns)]
+        for name, row in report["strategies"].items()
+    ]
 
 
 def _markdown(report: dict[str, Any]) -> str:
@@ -148,16 +172,30 @@ def _bullets(report: dict[str, Any]) -> str:
 
 
 def _sentences(report: dict[str, Any]) -> list[str]:
-    return [evaluation.sentence(name, found) for name, found in report["differences"].items()] + [
-        f"{name}: step {step} was undone: {found['difference']:+.3f} on dev (standard error "
-        f"{found['standard_error']:.3f}, n = {found['n']})"
-        for name, steps in report["steps"].items()
-        for step, found in steps.items()
-        if not found["kept"]
+    channels = [
+        f"{name}: {channel} {row[f'channel/{channel}/mean']:.3f} (95% interval {row[f'channel/{channel}/ci_low']:.3f} "
+        f"to {row[f'channel/{channel}/ci_high']:.3f}, n = {row[f'channel/{channel}/n']:.0f})"
+        for name, row in report["strategies"].items()
+        for channel in _channels(report)
+        if f"channel/{channel}/mean" in row
     ]
+    differences = [evaluation.sentence(name, found) for name, found in report["differences"].items()]
+    return (
+        differences
+        + channels
+        + [
+            f"{name}: step {step} was undone: {found['difference']:+.3f} on dev (standard error "
+            f"{found['standard_error']:.3f}, n = {found['n']})"
+            for name, steps in report["steps"].items()
+            for step, found in steps.items()
+            if not found["kept"]
+        ]
+    )
 
 
-def _text(value: float) -> str:
+def _text(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3f}" if isinstance(value, float) and abs(value) <= 1 else f"{value:,.0f}"
 
 

@@ -10,12 +10,12 @@ from twofold import rollouts
 from twofold.examples import example_id, read_examples
 from twofold.hints import prompts, read_hints
 from twofold.programs import load_pipeline
-from twofold.records import tokens_of, write_rollouts
+from twofold.records import money_of, tokens_of, usage_of, write_rollouts
 from twofold.rollouts import Progress
 from twofold.settings import Draw, Settings
 
 
-@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards"))
+@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards", "asked"))
 def collect(
     folder: Path,
     *,
@@ -55,12 +55,14 @@ def collect(
         settings,
         draw,
         policies,
+        candidate.open_endpoints(settings),
         parse_retries=parse_retries,
         progress=_line(f"{'/'.join(map(str, names))} shard {shard}"),
     )
     write_rollouts(found, folder)
     calls = [call for rollout in found for call in rollout.calls]
-    return {"rollouts": float(len(found)), **{name: float(count) for name, count in tokens_of(calls).items()}}
+    tokens = {name: float(count) for name, count in tokens_of(calls).items()}
+    return {"rollouts": float(len(found)), **tokens, "money": money_of(found), **usage_of(found)}
 
 
 def shards(settings: Settings, wanted: int) -> range:

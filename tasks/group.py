@@ -6,7 +6,7 @@ from statistics import fmean
 
 from tasks.step import Manifest, step
 from twofold.groups import account, make_groups
-from twofold.records import Rollout, read_rollouts, write_groups, write_rollouts
+from twofold.records import Rollout, read_rollouts, usage_of, write_groups, write_rollouts
 from twofold.seeds import derive
 from twofold.settings import Settings
 
@@ -21,7 +21,7 @@ def group(folder: Path, *, settings: Settings, shards: list[Manifest], round_num
     groups = make_groups(rollouts, settings.weights.groups, settings.rewards, seed)
     write_rollouts(rollouts, folder)
     write_groups(groups, folder / GROUPS)
-    return {**means(rollouts), **account(rollouts, groups)}
+    return {**means(rollouts), **usage_of(rollouts), **account(rollouts, groups)}
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:

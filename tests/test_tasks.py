@@ -12,7 +12,7 @@ from prefect import flow
 
 from tasks import tracking
 from tasks.step import Manifest, Step, publish, step
-from twofold.programs import STATE, save_state
+from twofold.programs import STATE, load_pipeline, save_state
 from twofold.settings import Evaluate, Settings, Tracking
 
 
@@ -248,6 +248,7 @@ def test_tracking_address_is_no_parameter(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_prompts_are_versioned_without_their_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helpdesk, papillon = load_pipeline("helpdesk"), load_pipeline("papillon")
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".work").mkdir()
     program = dspy.Predict(dspy.Signature("question -> answer", "Answer with {{care}}."))
@@ -257,10 +258,13 @@ def test_prompts_are_versioned_without_their_demos(tmp_path: Path, monkeypatch: 
         for instructions in ("Answer with {{care}}.", "Answer with {{care}}.", "Answer."):
             program.signature = program.signature.with_instructions(instructions)
             save_state(program, tmp_path / "program" / STATE)
-            run.log_prompts("helpdesk", Manifest.of(tmp_path / "program"))
+            run.log_prompts(helpdesk, Manifest.of(tmp_path / "program"))
+            # An optimizer that read private examples may have repeated them.
+            run.log_prompts(papillon, Manifest.of(tmp_path / "program"))
     newest = run.client.load_prompt("helpdesk.prompts.self")
     assert (newest.version, newest.template) == (2, "Answer.")
     assert run.client.load_prompt("prompts:/helpdesk.prompts.self/1").template == "Answer with {{care}}."
+    assert run.client.load_prompt("papillon.prompts.self", allow_missing=True) is None
     assert b"a private one" not in (tmp_path / ".work/mlflow.db").read_bytes()
 
 

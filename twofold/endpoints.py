@@ -67,9 +67,15 @@ class Ledger:
         """
         with self._lock:
             if used := self._used_up():
-                raise BudgetError(f"The budget of {used} is used up. Raise it, or let training go on without hints.")
+                raise BudgetError(f"The budget of {used} is used up.")
             self._spent = replace(self._spent, calls=self._spent.calls + 1)
             self._keep(self._spent)
+
+    @property
+    def used_up(self) -> str:
+        """The first part of the budget that is used up, in words; empty when there is some of each left."""
+        with self._lock:
+            return self._used_up()
 
     def charge(self, tokens_in: int, tokens_out: int, money: float) -> None:
         """Take in what an answer cost."""
@@ -83,7 +89,6 @@ class Ledger:
             self._keep(self._spent)
 
     def _used_up(self) -> str:
-        """The first part of the budget that is used up, in words; empty when there is some of each left."""
         spent, budget = self._spent, self.budget
         parts = [
             (spent.calls, budget.calls, "calls"),
@@ -110,7 +115,7 @@ class Pace:
 
 
 def key_of(endpoint: Endpoint, place: str) -> str:
-    """The endpoint's key.
+    """The endpoint's key; a word that is none, where it needs none.
 
     Args:
         place: where the endpoint stands in the settings, such as `prompts.proposer`.
@@ -118,6 +123,8 @@ def key_of(endpoint: Endpoint, place: str) -> str:
     Raises:
         SettingsError: the environment has no such variable.
     """
+    if endpoint.key is None:
+        return "none"
     key = os.environ.get(endpoint.key)
     if not key:
         raise SettingsError(
