@@ -17,7 +17,7 @@ from tasks.candidate import Candidate
 from tasks.step import Manifest
 from twofold import evaluation, plots
 from twofold.console import console
-from twofold.programs import STATE, load_pipeline, save_state
+from twofold.programs import STATE, Pipeline, load_pipeline, save_state
 from twofold.records import read_json, read_rollouts, write_json
 from twofold.seeds import derive
 from twofold.settings import Settings, load
@@ -64,11 +64,9 @@ def compare(params: str) -> None:
         tests[name] = evaluate_on("test", work / name, settings, candidate, data)
         metrics = read_json(made.folder / "metrics.json")
         table[name], steps[name] = _row(tests[name], metrics), metrics["steps"]
-    for name, endpoint in settings.hosted.items():
+    for name in settings.hosted:
         row = f"hosted-{name}"
-        save_state(pipeline.program(), work / row / "program" / STATE)
-        vanilla = Manifest.of(work / row / "program")
-        candidate = Candidate(settings.pipeline, pipeline.digest, vanilla, model, None, (name, *endpoint.asked))
+        candidate = _hosted(work / row / "program", settings, pipeline, model, name)
         tests[row] = evaluate_on("test", work / row, settings, candidate, data)
         table[row], steps[row] = _hosted_row(tests[row], f"endpoints/hosted/{name}"), {}
     for name, row in table.items():
@@ -76,6 +74,13 @@ def compare(params: str) -> None:
     report = {"strategies": table, "steps": steps, "differences": _differences(tests, settings)}
     _write(report, outputs)
     _publish(report)
+
+
+def _hosted(folder: Path, settings: Settings, pipeline: Pipeline, model: Manifest, name: str) -> Candidate:
+    """The untrained program on a server."""
+    save_state(pipeline.program(), folder / STATE)
+    server = (name, *settings.hosted[name].asked)
+    return Candidate(settings.pipeline, pipeline.digest, Manifest.of(folder), model, hosted=server)
 
 
 def _row(test: Manifest, made: dict[str, Any]) -> dict[str, float]:
@@ -172,25 +177,26 @@ def _bullets(report: dict[str, Any]) -> str:
 
 
 def _sentences(report: dict[str, Any]) -> list[str]:
+    differences = [evaluation.sentence(name, found) for name, found in report["differences"].items()]
     channels = [
-        f"{name}: {channel} {row[f'channel/{channel}/mean']:.3f} (95% interval {row[f'channel/{channel}/ci_low']:.3f} "
-        f"to {row[f'channel/{channel}/ci_high']:.3f}, n = {row[f'channel/{channel}/n']:.0f})"
+        _channel(name, channel, row)
         for name, row in report["strategies"].items()
         for channel in _channels(report)
         if f"channel/{channel}/mean" in row
     ]
-    differences = [evaluation.sentence(name, found) for name, found in report["differences"].items()]
-    return (
-        differences
-        + channels
-        + [
-            f"{name}: step {step} was undone: {found['difference']:+.3f} on dev (standard error "
-            f"{found['standard_error']:.3f}, n = {found['n']})"
-            for name, steps in report["steps"].items()
-            for step, found in steps.items()
-            if not found["kept"]
-        ]
-    )
+    undone = [
+        f"{name}: step {step} was undone: {found['difference']:+.3f} on dev (standard error "
+        f"{found['standard_error']:.3f}, n = {found['n']})"
+        for name, steps in report["steps"].items()
+        for step, found in steps.items()
+        if not found["kept"]
+    ]
+    return differences + channels + undone
+
+
+def _channel(strategy: str, name: str, row: dict[str, float]) -> str:
+    mean, low, high, n = (row[f"channel/{name}/{part}"] for part in ("mean", "ci_low", "ci_high", "n"))
+    return f"{strategy}: {name} {mean:.3f} (95% interval {low:.3f} to {high:.3f}, n = {n:.0f})"
 
 
 def _text(value: float | None) -> str:
