@@ -25,12 +25,15 @@ def group(folder: Path, *, settings: Settings, shards: list[Manifest], round_num
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean reward, and mean of each channel of the metric, where a failed rollout counts 0; of no rollouts nothing."""
+    """Mean reward, and mean of each channel of the metric over the rollouts that have it; of no rollouts nothing.
+
+    A failed rollout has no channels: it must not look like one that leaked nothing.
+    """
     if not rollouts:
         return {}
-    sums: dict[str, float] = defaultdict(float)
+    found: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.channels.items():
-            sums[name] += value
-    channels = {name: total / len(rollouts) for name, total in sums.items()}
+            found[name].append(value)
+    channels = {f"channel/{name}": fmean(values) for name, values in found.items()}
     return {"reward": fmean(rollout.reward for rollout in rollouts), **channels}
