@@ -15,7 +15,7 @@ from flows.sampling import SPENT, evaluate_on
 from tasks import stage, tracking
 from tasks.candidate import Candidate
 from tasks.step import Manifest
-from twofold import evaluation, plots
+from twofold import bands, evaluation, plots
 from twofold.console import console
 from twofold.programs import STATE, Pipeline, load_pipeline, save_state
 from twofold.records import read_json, read_rollouts, write_json
@@ -39,8 +39,15 @@ CURVES = (
     "scaffolds/asked",
     "scaffolds/admitted",
     "scaffolds/useful",
+    *(f"scaffolds/gate/{check}" for check in ("form", "answer", "equal", "one_step", "probe", "effect")),
     "teacher/calls",
+    "teacher/tokens_in",
+    "teacher/tokens_out",
+    "teacher/money",
     "teacher/gain_per_call",
+    "sources/rollouts",
+    "sources/lost",
+    "sources/usable_share",
     "spent/rollouts",
 )
 """Columns of reports/rounds.csv beside strategy, step and round."""
@@ -111,7 +118,8 @@ def _differences(tests: dict[str, Manifest], settings: Settings) -> dict[str, An
 def _write(report: dict[str, Any], outputs: dict[str, Manifest]) -> None:
     rounds = [row for name, made in outputs.items() for row in _rounds(name, made.folder)]
     write_json(report, REPORTS / "compare.json")
-    (REPORTS / "compare.md").write_text(_markdown(report), encoding="utf-8")
+    learned = [row for name, made in outputs.items() for row in _learned(name, made.folder)]
+    (REPORTS / "compare.md").write_text(_markdown(report) + _by_band(learned), encoding="utf-8")
     with (REPORTS / "rounds.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, ["strategy", "step", "round", *CURVES], lineterminator="\n")
         writer.writeheader()
@@ -127,6 +135,31 @@ def _rounds(name: str, folder: Path) -> Iterator[dict[str, Any]]:
             for row in csv.DictReader(file):
                 found = {column: row.get(column, "") for column in ("round", *CURVES)}
                 yield {"strategy": name, "step": history.parent.name, **found}
+
+
+def _learned(name: str, folder: Path) -> Iterator[dict[str, str]]:
+    """What was learned of inputs by the band of their score, in each of the strategy's trainings with a pool."""
+    for learned in sorted(folder.glob(f"*-w/{bands.FILE}")):
+        with learned.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                yield {"training": f"{name} {learned.parent.name}", **row}
+
+
+def _by_band(learned: list[dict[str, str]]) -> str:
+    """Markdown: a row for each band of each training; nothing where no training scored its inputs."""
+    if not learned:
+        return ""
+    title = "## Change of the accuracy from a visit without a hint to the next, by score at the first"
+    header = "| training | score | inputs | visits | rounds between | before | change (95% interval) |"
+    lines = [title, "", header, f"|---|---|{'---:|' * 5}", *map(_band, learned), ""]
+    return "\n" + "\n".join([*lines, bands.CAUTION, ""])
+
+
+def _band(row: dict[str, str]) -> str:
+    before, change = float(row["before"]), float(row["change"])
+    interval = f" ({float(row['ci_low']):+.3f} to {float(row['ci_high']):+.3f})" if row["ci_low"] else ""
+    found = [row["n"], row["pairs"], f"{float(row['rounds']):.1f}", f"{before:.3f}", f"{change:+.3f}{interval}"]
+    return f"| {' | '.join([row['training'], row['band'], *found])} |"
 
 
 def _publish(report: dict[str, Any]) -> None:

@@ -136,6 +136,17 @@ def test_a_newer_file_is_refused(tmp_path):
         read_json(tmp_path / "m.json")
 
 
+def test_calls_of_version_1_are_on_policy(tmp_path):
+    write_rollouts([rollout()], tmp_path)
+    path = tmp_path / "calls.parquet"
+    old = pq.read_table(path).drop_columns("off_policy").replace_schema_metadata({"twofold_schema": "1"})
+    pq.write_table(old, path)
+    assert read_rollouts(tmp_path) == [rollout()]
+    pq.write_table(old.replace_schema_metadata({"twofold_schema": "2"}), path)
+    with pytest.raises(RecordError, match="not a file of Call records"):
+        read_rollouts(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}'])
 def test_json_that_is_no_manifest_is_refused(tmp_path, content):
     (tmp_path / "m.json").write_text(content)

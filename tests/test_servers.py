@@ -222,9 +222,7 @@ def test_a_whole_program_runs_on_a_server(tmp_path):
     with serving(lambda asked: "yes") as server:
         engine = hosted("big", server.endpoint(temperature=0.3), tmp_path)
         jobs = plan(EXAMPLES, 1, 0, "test")
-        found = rollouts.run(
-            dspy.Predict("q -> a"), jobs, lambda e, p: float(p.a == "yes"), engine, OPTIONS, Draw(), source="hosted"
-        )
+        found = rollouts.run(dspy.Predict("q -> a"), jobs, lambda e, p: float(p.a == "yes"), engine, OPTIONS, Draw())
     [call] = found[0].calls
     assert (call.module, call.text, call.prompt_ids, call.completion_ids) == ("self", "yes", (), ())
     assert (call.policy, call.temperature) == ("hosted/big", 0.3)

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     _add_check(commands.add_parser("check", help="check settings, data and model, and show the plan of a run"))
     _add_preset(commands.add_parser("preset", help="write the settings file for a task and a model"))
-    _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))
+    _add_pool(commands.add_parser("pool", help="the prompts that a training chose from: show, compare, restore"))
     _add_scaffolds(commands.add_parser("scaffolds", help="show what a teacher did for an input"))
     _add_serve(commands.add_parser("serve", help="serve the settings' base model on this machine, for trying"))
     _add_export(commands.add_parser("export", help="write a strategy's result as a folder to ship"))
@@ -56,6 +56,11 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
         diff.add_argument(name, type=Path, help="folder of a pool")
         diff.add_argument(f"--round-{name}", type=int, help=f"{name} as it was after this round (default: the last)")
     diff.set_defaults(run=diff_pools)
+    restore = actions.add_parser("restore", help="write the pool of an earlier round, to begin a training with")
+    restore.add_argument("folder", type=Path, help="such as outputs/weights/0-w/pool")
+    restore.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    restore.add_argument("--round", type=int, required=True, help="as it was after this round")
+    restore.set_defaults(run=restore_pool)
 
 
 def _add_scaffolds(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +91,15 @@ def check(params: Path) -> None:
     # Imported here, so that --help does not wait for DSPy.
     from tempfile import TemporaryDirectory
 
-    from twofold.examples import read_examples
+    from twofold.examples import example_id, read_examples
     from twofold.models import folder_of, outlook
     from twofold.plan import prompt_tokens, work
+    from twofold.pool import begin, read_pool
     from twofold.presets import as_yaml
     from twofold.programs import load_pipeline, modules
+    from twofold.scaffolds import check_teacher
     from twofold.settings import load
+    from twofold.sources import check as check_sources
     from twofold.splits import write_splits
 
     settings = load(params)
@@ -99,7 +107,12 @@ def check(params: Path) -> None:
     with TemporaryDirectory() as scratch:
         sizes = write_splits(pipeline, settings, Path(scratch))
         examples = read_examples(Path(scratch) / "train.jsonl")
+    if settings.teaches:
+        check_teacher(settings.scaffold, pipeline, examples)
+    if settings.scaffold and settings.scaffold.pool.start:
+        begin(read_pool(Path(settings.scaffold.pool.start)), [example_id(example) for example in examples])
     program = pipeline.program()
+    check_sources(settings.weights.sources, program)
     model = outlook(settings.model.source, folder_of(settings.model.source))
     print(as_yaml(settings))
     print(f"pipeline  {pipeline.path}: modules {', '.join(modules(program))}")
@@ -167,6 +180,13 @@ def diff_pools(a: Path, b: Path, round_a: int | None, round_b: int | None) -> No
     from twofold import pool_view
 
     pool_view.show_difference(a, b, round_a, round_b)
+
+
+def restore_pool(folder: Path, out: Path, round: int) -> None:
+    """Write a pool as it was."""
+    from twofold import pool_view
+
+    pool_view.restore(folder, round, out)
 
 
 def show_scaffolds(id: str, folder: Path) -> None:

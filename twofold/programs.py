@@ -146,6 +146,25 @@ def load_state(program: dspy.Module, path: Path) -> None:
         predictor.lm = lms[name]
 
 
+def structure(program: dspy.Module) -> dict[str, list[str]]:
+    """The labels of each module's fields, inputs before outputs."""
+    return {name: _labels(part) for name, part in _by_module(_unbound(program).dump_state()).items()}
+
+
+def structure_at(path: Path) -> dict[str, list[str]]:
+    """`structure` of a saved state; raises `PipelineError` when the file is none."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved.pop("metadata")
+        return {name: _labels(part) for name, part in _by_module(saved).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PipelineError(f"{path} holds no state of a program ({error!r}). Save it again.") from error
+
+
+def _labels(part: dict[str, Any]) -> list[str]:
+    return [field["prefix"].rstrip(": ") for field in part["signature"]["fields"]]
+
+
 def instructions_at(path: Path) -> dict[str, str]:
     """The instructions of each module in a saved state, without loading a program."""
     saved = json.loads(path.read_text(encoding="utf-8"))

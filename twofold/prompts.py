@@ -166,7 +166,7 @@ def optimize(
 
     def roll(candidate: dspy.Module, wanted: Sequence[dspy.Example]) -> list[Rollout]:
         jobs = plan(wanted, 1, settings.seed, "prompts", digests.short(programs.digest(candidate)))
-        return run(candidate, jobs, metric, engine, settings, draw, policies, endpoints)
+        return run(candidate, jobs, metric, engine, settings, draw, policies, endpoints=endpoints)
 
     cache = RolloutCache(work / "rollouts", roll)
     search = _Search(

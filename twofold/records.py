@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 
 from twofold.errors import RecordError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 2 has `off_policy` in calls; before, no call was."""
 
 Status = Literal["ok", "parse_error", "lm_error", "context_overflow", "timeout", "program_error"]
 """How a rollout ended; every status but `ok` is a failure with its own reward in the settings."""
@@ -29,6 +30,9 @@ FAILURES: tuple[Status, ...] = typing.get_args(Status)[1:]
 
 BASE_POLICY = "base"
 """The policy name of the base model without an adapter."""
+
+STUDENT = "student"
+"""The source of rollouts that the program made which is trained."""
 
 SHARED = "all-modules"
 """Name of the adapter that all modules share; no module can have it, for it is no Python name."""
@@ -43,7 +47,8 @@ def policy_of(module: str, policies: Mapping[str, str]) -> str:
 class Call:
     """One answer of a language model inside a rollout, token in and token out.
 
-    What is trained on is what was sampled: nothing here is ever rendered or tokenised again.
+    What is trained on is what was sampled: nothing here is ever rendered or tokenised again. The one exception is
+    marked `off_policy`: a text of another program's LM, in the student's tokens, under the student's own prompt.
     """
 
     rollout_id: str
@@ -57,12 +62,13 @@ class Call:
     completion_ids: tuple[int, ...]
     """Sampled tokens, the end-of-sequence token included when it was sampled."""
     logprobs: tuple[float, ...]
-    """Natural log-probability of each completion token under the distribution it was drawn from."""
+    """Natural log-probability of each completion token under the distribution it was drawn from; empty when
+    `off_policy`."""
     text: str
     finish_reason: str
     """`stop` when the model ended the answer, `length` when `max_tokens` did."""
     policy: str
-    """Digest of the adapter that answered, or `base`."""
+    """Digest of the adapter that answered, or `base`; the source's name when `off_policy`."""
     temperature: float
     seed: int
     parsed: bool = True
@@ -70,6 +76,7 @@ class Call:
     """Share of the output fields that could be read from `text`, 0 to 1; 1 exactly when `parsed`."""
     images: tuple[str, ...] = ()
     """Digests of the images in the prompt, in order."""
+    off_policy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,11 @@ class Checkpoint:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def of_student(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts that no teacher program made: they alone say how good the student is."""
+    return [rollout for rollout in rollouts if rollout.source == STUDENT]
+
+
 def tokens_of(calls: Iterable[Call]) -> dict[str, int]:
     """How many tokens the calls were asked with, `tokens_in`, and answered with, `tokens_out`."""
     lengths = [(len(call.prompt_ids), len(call.completion_ids)) for call in calls]
@@ -180,6 +192,7 @@ _COLUMNS: dict[type, pa.Schema] = {
             ("parsed", pa.bool_()),
             ("parsed_share", pa.float64()),
             ("images", pa.list_(pa.string())),
+            ("off_policy", pa.bool_()),
         ]
     ),
     Rollout: pa.schema(
@@ -319,6 +332,8 @@ def read_table(schema: pa.Schema, kind: str, path: Path) -> pa.Table:
     except (OSError, pa.ArrowException, KeyError, TypeError) as error:
         raise RecordError(_torn(path, error)) from error
     _check_version(version, path)
+    if version < 2 and schema is _COLUMNS[Call]:
+        table = table.append_column(schema.field("off_policy"), pa.array([False] * len(table)))
     if table.schema.names != schema.names:
         raise RecordError(f"{path}: not a file of {kind} records. Its columns are {table.schema.names}.")
     return table

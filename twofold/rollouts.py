@@ -31,15 +31,18 @@ from twofold.examples import example_id
 from twofold.hints import ModuleHints, Prompt, with_hints
 from twofold.lm import Recorder, module_lm, parsed_share, recording
 from twofold.programs import bind
-from twofold.records import Call, Rollout, Status, policy_of, tokens_of
+from twofold.records import STUDENT, Call, Rollout, Status, policy_of, tokens_of
 from twofold.sampling import Engine
 from twofold.sampling.rendezvous import Rendezvous, Stopwatch
 from twofold.seeds import derive
 from twofold.servers import Server, Tally, asking, hosted_lm
 from twofold.settings import Draw, Settings
+from twofold.sources import Source, SourceAdapter, staged
 
 Metric = Callable[..., Any]
 Trace = list[tuple[Any, dict[str, Any], Any]]
+Stage = tuple[dspy.Module, dspy.Adapter | SourceAdapter]
+"""A program, and how its modules ask."""
 
 _PATIENCE = 0.1
 """Seconds between two looks at rollouts that are about to run out of time."""
@@ -121,8 +124,8 @@ def run(
     settings: Settings,
     draw: Draw,
     policies: Mapping[str, str] = MappingProxyType({}),
+    source: Source | None = None,
     endpoints: Mapping[str, dspy.LM] = MappingProxyType({}),
-    source: str = "student",
     parse_retries: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Rollout]:
@@ -136,8 +139,9 @@ def run(
         engine: what answers for the modules; a server draws as its own settings say, and gives texts without tokens.
         policies: digests of the adapters that answer, by module, or one by `all-modules`; the engine must have loaded
             them. Without any, the base model answers.
+        source: a program that runs in the student's place, with its own LM, and whose answers are recorded as the
+            student's; None runs the student itself.
         endpoints: LMs that the program and the metric ask by name, in `dspy.settings.endpoints`.
-        source: `student`, or the name of the teacher whose program this is.
         parse_retries: how often a module may ask again after an answer that does not parse.
         progress: called after each rollout.
 
@@ -152,13 +156,19 @@ def run(
         return module_lm(module, engine, draw, settings.sampling.max_tokens, policy_of(module, policies))
 
     bound = bind(program, lm_of)
+    adapter = make_adapter(settings.sampling.adapter, parse_retries)
+
+    def stage(hints: ModuleHints) -> Stage:
+        if source is None:
+            return with_hints(bound, hints), adapter
+        return staged(source, program, hints, adapter, engine, draw, settings.sampling.max_tokens)
+
     runner = _Runner(
-        programs={hints: with_hints(bound, hints) for hints in {job.module_hints for job in jobs}},
-        adapter=make_adapter(settings.sampling.adapter, parse_retries),
+        stages={hints: stage(hints) for hints in {job.module_hints for job in jobs}},
         metric=_with_trace(metric),
         engine=engine,
         settings=settings,
-        source=source,
+        source=source.name if source else STUDENT,
         endpoints=endpoints,
     )
     size = settings.sampling.shard_size
@@ -183,9 +193,8 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    programs: Mapping[ModuleHints, dspy.Module]
-    """The program, by the hints in its modules' prompts."""
-    adapter: dspy.Adapter
+    stages: Mapping[ModuleHints, Stage]
+    """By the hints in the modules' prompts."""
     metric: Callable[[dspy.Example, Any, Trace], Any]
     engine: Engine | Server
     settings: Settings
@@ -238,8 +247,9 @@ class _Runner:
         job = run.job
         run.recorder = recorder = Recorder(job.rollout_id, job.seed, lambda request: meeting.sample(run.order, request))
         try:
-            with recording(recorder, self.adapter) as trace:
-                prediction = self.programs[job.module_hints](**job.example.inputs())
+            program, adapter = self.stages[job.module_hints]
+            with recording(recorder, adapter) as trace:
+                prediction = program(**job.example.inputs())
         except Exception as error:
             _check_goes_on(error)
             reward = self.settings.rewards.of(status := _status(error), parsed_share(error))

@@ -5,6 +5,8 @@ nearest valid name.
 """
 
 import difflib
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -12,11 +14,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from twofold.errors import SettingsError
-from twofold.records import Status
+from twofold.records import STUDENT, Status
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
 class Section(BaseModel):
@@ -185,10 +188,16 @@ class Pooling(Section):
     """Rounds between two times that the prompts in reserve are scored again."""
     recheck_every: Positive = 20
     """Rounds after which a solved or suspect prompt is scored again."""
+    reserve_batch: Positive | None = None
+    """Most prompts that a round scores again beside those it draws: of the reserve, solved and suspect. null is as many
+    as `weights.examples_per_round`."""
     max_depth: Count = 2
     """Most hints on top of each other; 0 asks no teacher."""
     max_draws: Positive = 64
     """Most prompts that a round draws to fill its batch."""
+    start: str | None = None
+    """Folder of a pool that every training begins with, as `twofold pool restore` writes it; null begins with all
+    examples active."""
 
 
 class AskedEndpoint(Endpoint):
@@ -288,8 +297,10 @@ class Scaffold(Section):
 
     @property
     def pooling(self) -> Pooling:
-        """`pool`; where there is no teacher, nothing is queued for one."""
-        return self.pool if self.teaches else self.pool.model_copy(update={"max_depth": 0})
+        """What the pool does in a round; where there is no teacher, nothing is queued for one. A step that begins with
+        `start` has it as an input."""
+        depth = self.pool.max_depth if self.teaches else 0
+        return self.pool.model_copy(update={"max_depth": depth, "start": None})
 
 
 class Lora(Section):
@@ -315,12 +326,55 @@ class Optimizer(Section):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
 
 
+class Source(Section):
+    """A teacher program: its rollouts join the student's groups; see `sources.py`."""
+
+    name: Name
+    share: Annotated[float, Field(gt=0, lt=1)]
+    """Of the rollouts of each example; the student makes what all sources leave."""
+    program: str | None = None
+    """File of a saved program of the student's structure, as outputs/prompts/program/program.json is; null takes the
+    student's own."""
+    lm: AskedEndpoint | None = None
+    """The server that answers; null takes the base model."""
+
+    @property
+    def exact_share(self) -> Fraction:
+        """The share as it was written: 0.1 and not the float next to it, so that ten of them are 1."""
+        return Fraction(str(self.share))
+
+    @model_validator(mode="after")
+    def _is_another(self) -> "Source":
+        if self.name == STUDENT:
+            raise ValueError(f"'{STUDENT}' is the program that is trained; give the source another name")
+        if self.program is None and self.lm is None:
+            raise ValueError("name a program, an lm, or both: without any it would be the student's program again")
+        return self
+
+
+def divided(total: int, shares: Sequence[Fraction]) -> list[int]:
+    """`total` in whole parts by these shares of 1: what rounding down leaves goes to the largest remainders, and of
+    equal ones to the first."""
+    exact = [total * share for share in shares]
+    parts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda k: parts[k] - exact[k])
+    for k in by_remainder[: total - sum(parts)]:
+        parts[k] += 1
+    return parts
+
+
 class Weights(Section):
     """mmGRPO: rounds of collect, group, update."""
 
     rounds: Positive = 20
     examples_per_round: Positive = 8
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
+    """Of the student and all sources together."""
+    sources: tuple[Source, ...] = ()
+    """Teacher programs that make some of the rollouts."""
+    off_policy: Literal["one", "shaped"] = "one"
+    """How the tokens of sources count: as if the student had said them (a ratio of 1, never clipped), or most where the
+    student finds them unlikely but possible (LUFFY's shaped probability); see `trainer.py`."""
     steps_per_round: Positive = 1
     """Steps of the optimizer that a round's examples are cut into; only the first is on the policy that sampled."""
     draw: Draw = Draw()
@@ -340,11 +394,30 @@ class Weights(Section):
         """Steps of the optimizer in all rounds."""
         return self.rounds * self.steps_per_round
 
+    @property
+    def rollouts_by_source(self) -> dict[str, int]:
+        """Rollouts per example of the student, and of each source."""
+        shares = {source.name: source.exact_share for source in self.sources}
+        shares = {STUDENT: 1 - sum(shares.values()), **shares}
+        return dict(zip(shares, divided(self.rollouts_per_example, list(shares.values())), strict=True))
+
+    @model_validator(mode="after")
+    def _everyone_has_rollouts(self) -> "Weights":
+        if len({source.name for source in self.sources}) < len(self.sources):
+            raise ValueError("two sources have one name")
+        if sum(source.exact_share for source in self.sources) >= 1:
+            raise ValueError("the sources' shares leave nothing to the student; let them add up to less than 1")
+        idle = [name for name, count in self.rollouts_by_source.items() if not count]
+        if idle:
+            raise ValueError(
+                f"of {self.rollouts_per_example} rollouts per example none is left for {', '.join(idle)}; "
+                "change the sources' shares, or have more rollouts"
+            )
+        return self
+
 
 Step = Literal["p", "w"]
 """A step of a strategy: `p` optimizes the prompts, `w` trains the weights."""
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
 class Tracking(Section):
@@ -394,6 +467,14 @@ class Settings(Section):
     def _context_holds_a_completion(self) -> "Settings":
         if self.sampling.max_tokens >= self.sampling.context:
             raise ValueError("sampling.max_tokens must be smaller than sampling.context")
+        return self
+
+    @model_validator(mode="after")
+    def _the_student_can_be_scored(self) -> "Settings":
+        if self.scaffold and self.weights.rollouts_by_source[STUDENT] < 2:
+            raise ValueError(
+                "with `scaffold`, inputs are scored by the student's rollouts alone: let weights.sources leave it two"
+            )
         return self
 
     def __hash__(self) -> int:
