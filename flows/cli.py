@@ -9,6 +9,7 @@ from twofold.errors import TwofoldError
 
 if TYPE_CHECKING:
     from twofold.plan import Work
+    from twofold.programs import Pipeline
     from twofold.settings import Settings
 
 
@@ -21,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     _add_pool(commands.add_parser("pool", help="the prompts that a training chose from: show, compare, restore"))
     _add_scaffolds(commands.add_parser("scaffolds", help="show what a teacher did for an input"))
     _add_champion(commands.add_parser("champion", help="show which result is in use, or go back to the one before"))
+    _add_serve(commands.add_parser("serve", help="serve the settings' base model on this machine, for trying"))
     _add_export(commands.add_parser("export", help="write a strategy's result as a folder to ship"))
     options = vars(parser.parse_args(arguments))
     run = options.pop("run")
@@ -38,7 +40,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_preset(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", help="helpdesk, banking77, hover or hotpotqa")
+    parser.add_argument("task", help="helpdesk, banking77, hover, hotpotqa, papillon or papillon_offline")
     parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
     parser.set_defaults(run=write_preset)
@@ -81,6 +83,12 @@ def _add_champion(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
 
 
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1 (%(default)s)")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
+    parser.set_defaults(run=serve)
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
     parser.add_argument("--strategy", required=True, help="a strategy of the settings that has run")
@@ -121,6 +129,7 @@ def check(params: Path) -> None:
     print(f"pipeline  {pipeline.path}: modules {', '.join(modules(program))}")
     print(f"data      {', '.join(f'{size} {split}' for split, size in sizes.items())}")
     print(f"model     {settings.model.source}: {model}")
+    _show_endpoints(settings, pipeline)
     _show(work(settings, sizes, len(modules(program)), prompt_tokens(program, examples)))
     _warn(settings)
 
@@ -150,6 +159,24 @@ def export_result(strategy: str, out: Path, params: Path, merged: bool) -> None:
     serve = export(strategy, out, params, merged)
     print(f"{out}: {strategy}. Its README.md says how to load it with DSPy and transformers. To serve it with vLLM:")
     print(serve)
+
+
+def serve(port: int, params: Path) -> None:
+    """Answer requests in OpenAI's form with the base model, until it is interrupted."""
+    from twofold.models import fetch, folder_of
+    from twofold.sampling.local import LocalEngine
+    from twofold.serving import ModelServer
+    from twofold.settings import load
+
+    settings = load(params)
+    folder = folder_of(settings.model.source)
+    fetch(settings.model.source, folder)
+    with ModelServer(LocalEngine(folder, settings), port, settings.sampling.max_tokens) as server:
+        print(f"{settings.model.source} at {server.url}; Ctrl+C ends it.", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
 
 
 def show_pool(folder: Path, round: int | None) -> None:
@@ -216,6 +243,19 @@ def _show(planned: "list[Work]") -> None:
     table.add_section()
     table.add_row("total", "", *(f"{sum(getattr(one, name) for one in planned):,}" for name in numbers))
     Console().print(table)
+
+
+def _show_endpoints(settings: "Settings", pipeline: "Pipeline") -> None:
+    """A line for each server that is going to be asked; raises `SettingsError` when one or its key is missing."""
+    from twofold.endpoints import key_of
+    from twofold.servers import check_named
+
+    check_named(settings.endpoints, pipeline.endpoints)
+    for section in ("endpoints", "hosted"):
+        for name, one in getattr(settings, section).items():
+            key_of(one, f"{section}.{name}")
+            prices = f"{one.price_in:g} and {one.price_out:g} per million tokens in and out"
+            print(f"{section:9} {name}: {one.model} at {one.base_url}, key {one.key or 'none'}, {prices}")
 
 
 def _warn(settings: "Settings") -> None:

@@ -18,7 +18,7 @@ from tasks.candidate import Candidate
 from tasks.step import Manifest, publish
 from twofold import bands, evaluation, plots
 from twofold.console import console
-from twofold.programs import Pipeline, load_pipeline
+from twofold.programs import STATE, Pipeline, load_pipeline, save_state
 from twofold.records import read_json, read_rollouts, write_json
 from twofold.report import write_page
 from twofold.seeds import derive
@@ -73,17 +73,37 @@ def compare(params: str) -> None:
         tests[name] = evaluate_on("test", work / name, settings, candidate, data)
         metrics = read_json(made.folder / "metrics.json")
         table[name], steps[name] = _row(tests[name], metrics), metrics["steps"]
-        tracking.log_test(name, settings, data.digest, {f"test/{column}": table[name][column] for column in COLUMNS})
+    for name in settings.hosted:
+        row = f"hosted-{name}"
+        candidate = _hosted(work / row / "program", settings, pipeline, model, name)
+        tests[row] = evaluate_on("test", work / row, settings, candidate, data)
+        table[row], steps[row] = _hosted_row(tests[row], f"endpoints/hosted/{name}"), {}
+    for name, row in table.items():
+        tracking.log_test(name, settings, data.digest, {f"test/{column}": value for column, value in row.items()})
     report = {"strategies": table, "steps": steps, "differences": _differences(tests, settings)}
     _write(report, outputs)
     _write_page(report, outputs, tests, settings, pipeline, data, model)
     _publish(report)
 
 
+def _hosted(folder: Path, settings: Settings, pipeline: Pipeline, model: Manifest, name: str) -> Candidate:
+    """The untrained program on a server."""
+    save_state(pipeline.program(), folder / STATE)
+    server = (name, *settings.hosted[name].asked)
+    return Candidate(settings.pipeline, pipeline.digest, Manifest.of(folder), model, hosted=server)
+
+
 def _row(test: Manifest, made: dict[str, Any]) -> dict[str, float]:
     """A strategy's score on test, and all it cost: its steps and this evaluation."""
     found = {name: test.metrics.get(name, 0.0) for name in COLUMNS}
-    return {**found, **{name: found[name] + made[name] for name in SPENT}}
+    channels = {name: value for name, value in test.metrics.items() if name.startswith("channel/")}
+    return {**found, **{name: found[name] + made[name] for name in SPENT}, **channels}
+
+
+def _hosted_row(test: Manifest, used: str) -> dict[str, float]:
+    """As of a strategy; its tokens are those that the server counted."""
+    tokens = {name: test.metrics.get(f"{used}/{name}", 0.0) for name in ("tokens_in", "tokens_out")}
+    return {**_row(test, dict.fromkeys(SPENT, 0.0)), **tokens}
 
 
 def _differences(tests: dict[str, Manifest], settings: Settings) -> dict[str, Any]:
@@ -125,7 +145,7 @@ def _write_page(
         publish(test.folder, REPORTS / "test" / name)
     decode = AutoTokenizer.from_pretrained(model.folder).decode
     folders = {name: made.folder for name, made in outputs.items()}
-    published = {name: REPORTS / "test" / name for name in tests}
+    published = {name: REPORTS / "test" / name for name in outputs}
     write_page(REPORTS / "index.html", report, folders, published, data.folder, pipeline, settings, decode)
 
 
@@ -179,15 +199,24 @@ def _publish(report: dict[str, Any]) -> None:
 
 
 def _columns(report: dict[str, Any]) -> list[str]:
-    """What is shown: money only where some was spent."""
-    spent = any(row["money"] for row in report["strategies"].values())
-    return ["strategy", *(name for name in COLUMNS if spent or name != "money")]
+    """What is shown: money only where some was spent; channels of the metric by their name alone."""
+    rows = report["strategies"].values()
+    spent = any(row["money"] for row in rows)
+    return ["strategy", *(name for name in COLUMNS if spent or name != "money"), *_channels(report)]
+
+
+def _channels(report: dict[str, Any]) -> list[str]:
+    """Names of the metric's channels that some strategy has."""
+    return sorted({name.split("/")[1] for row in report["strategies"].values() for name in row if "/" in name})
 
 
 def _shown(report: dict[str, Any]) -> list[list[str]]:
-    """A row for each strategy, its numbers as texts."""
+    """A row for each strategy, its numbers as texts; a channel that it has not is a dash."""
     _, *columns = _columns(report)
-    return [[name, *(_text(row[column]) for column in columns)] for name, row in report["strategies"].items()]
+    return [
+        [name, *(_text(row.get(column, row.get(f"channel/{column}/mean"))) for column in columns)]
+        for name, row in report["strategies"].items()
+    ]
 
 
 def _markdown(report: dict[str, Any]) -> str:
@@ -202,16 +231,31 @@ def _bullets(report: dict[str, Any]) -> str:
 
 
 def _sentences(report: dict[str, Any]) -> list[str]:
-    return [evaluation.sentence(name, found) for name, found in report["differences"].items()] + [
+    differences = [evaluation.sentence(name, found) for name, found in report["differences"].items()]
+    channels = [
+        _channel(name, channel, row)
+        for name, row in report["strategies"].items()
+        for channel in _channels(report)
+        if f"channel/{channel}/mean" in row
+    ]
+    undone = [
         f"{name}: step {step} was undone: {found['difference']:+.3f} on dev (standard error "
         f"{found['standard_error']:.3f}, n = {found['n']})"
         for name, steps in report["steps"].items()
         for step, found in steps.items()
         if not found["kept"]
     ]
+    return differences + channels + undone
 
 
-def _text(value: float) -> str:
+def _channel(strategy: str, name: str, row: dict[str, float]) -> str:
+    mean, low, high, n = (row[f"channel/{name}/{part}"] for part in ("mean", "ci_low", "ci_high", "n"))
+    return f"{strategy}: {name} {mean:.3f} (95% interval {low:.3f} to {high:.3f}, n = {n:.0f})"
+
+
+def _text(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3f}" if isinstance(value, float) and abs(value) <= 1 else f"{value:,.0f}"
 
 

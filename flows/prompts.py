@@ -23,9 +23,7 @@ def optimize_prompts(
     dev = evaluate_on("dev", folder / "dev", settings, better, data)
     run.log({f"prompts/{name}": value for name, value in found.metrics.items()}, 1)
     run.log(on_dev(dev), 1)
-    if not load_pipeline(candidate.pipeline).private:
-        # Proposed instructions may quote what the proposing LM saw.
-        run.log_prompts(candidate.pipeline, program)
+    run.log_prompts(load_pipeline(candidate.pipeline), program)
     trials = read_json(found.folder / TRIALS)["trials"]
     columns = ("program", "score", "n", "full")
     history = [{"trial": k, **{name: trial[name] for name in columns}} for k, trial in enumerate(trials)]

@@ -12,12 +12,12 @@ from twofold.endpoints import Ledger
 from twofold.examples import example_id, read_examples
 from twofold.hints import prompts, read_hints
 from twofold.programs import load_pipeline
-from twofold.records import tokens_of, write_rollouts
+from twofold.records import money_of, tokens_of, usage_of, write_rollouts
 from twofold.rollouts import Progress
 from twofold.settings import Budget, Draw, Settings
 
 
-@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards"))
+@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards", "asked"))
 def collect(
     folder: Path,
     *,
@@ -61,15 +61,18 @@ def collect(
         draw,
         policies,
         source.open(candidate, settings, draw, ledger) if source else None,
+        endpoints=candidate.open_endpoints(settings),
         parse_retries=parse_retries,
         progress=_line(f"{'/'.join(map(str, names))} shard {shard}"),
     )
     write_rollouts(found, folder)
     if source:
         # Its calls hold the student's prompts, and not what was asked.
-        return {"rollouts": float(len(found)), **ledger.used()}
+        used = ledger.used()
+        return {"rollouts": float(len(found)), **used, **usage_of(found), "money": used["money"] + money_of(found)}
     calls = [call for rollout in found for call in rollout.calls]
-    return {"rollouts": float(len(found)), **{name: float(count) for name, count in tokens_of(calls).items()}}
+    tokens = {name: float(count) for name, count in tokens_of(calls).items()}
+    return {"rollouts": float(len(found)), **tokens, "money": money_of(found), **usage_of(found)}
 
 
 def shards(settings: Settings, wanted: int) -> range:

@@ -18,7 +18,7 @@ from twofold.examples import example_id, read_examples
 from twofold.groups import account, account_sources, make_groups, taking_part
 from twofold.hints import read_hints, write_hints
 from twofold.pool import Pool, read_pool, write_pool
-from twofold.records import read_json, read_rollouts, write_groups, write_json, write_rollouts
+from twofold.records import read_json, read_rollouts, usage_of, write_groups, write_json, write_rollouts
 from twofold.scores import Scored, deciding_scores, of_examples, read_scores, write_scores
 from twofold.seeds import derive
 from twofold.settings import Settings
@@ -98,7 +98,8 @@ def select(
     counts = {**_shares(rows, len(due)), **_sizes(pool), "kept": float(len(kept))}
     if settings.scaffold.teaches:
         counts |= _useful([row for row in of_examples(rows) if row.example_id in hints and row.example_id not in due])
-    return {**reward, **account(compared, groups), **account_sources(chosen, groups), **counts}
+    used = {**usage_of(rollouts), **account(compared, groups), **account_sources(chosen, groups)}
+    return {**reward, **used, **counts}
 
 
 def kept_in(scored: Manifest, settings: Settings) -> set[str]:

@@ -17,7 +17,7 @@ from twofold.examples import example_id, read_examples
 from twofold.hints import Prompt, read_hints
 from twofold.pool import read_pool
 from twofold.programs import Pipeline, load_pipeline
-from twofold.records import Rollout, of_student, read_rollouts, tokens_of, write_rollouts
+from twofold.records import Rollout, money_of, of_student, read_rollouts, tokens_of, usage_of, write_rollouts
 from twofold.scaffolds import WHERE, make_teacher
 from twofold.scores import read_scores
 from twofold.settings import Settings
@@ -69,6 +69,7 @@ def ask(
         "scaffold.eps",
         "scaffold.teacher",
         "scaffold.gate",
+        "asked",
     )
 )
 def trial(
@@ -89,11 +90,12 @@ def trial(
     """
     pipeline = load_pipeline(candidate.pipeline)
     engine, policies = candidate.open_engine(settings)
-    program = candidate.open_program()
+    endpoints, program = candidate.open_endpoints(settings), candidate.open_program()
 
     def run(kind: Trial, prompts: list[Prompt], count: int) -> list[Rollout]:
         jobs = rollouts.plan_prompts(prompts, count, settings.seed, *names, kind)
-        return rollouts.run(program, jobs, pipeline.metric, engine, settings, settings.weights.draw, policies)
+        draw = settings.weights.draw
+        return rollouts.run(program, jobs, pipeline.metric, engine, settings, draw, policies, endpoints=endpoints)
 
     answers = read_answers(asked.folder / ANSWERS)
     cases = _cases(settings, pipeline, data, grouped)
@@ -105,6 +107,8 @@ def trial(
     open_again = sum(again(one, retries) for one in judged)
     return {
         "rollouts": float(len(made)),
+        "money": money_of(made),
+        **usage_of(made),
         "again": float(open_again),
         **{name: float(count) for name, count in tokens.items()},
     }

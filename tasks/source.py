@@ -9,7 +9,7 @@ from tasks.step import Manifest
 from twofold import sources
 from twofold.endpoints import Ledger, key_of
 from twofold.programs import STATE
-from twofold.settings import Draw, Settings, TeacherEndpoint
+from twofold.settings import AskedEndpoint, Draw, Settings
 
 WHERE = "weights.sources"
 
@@ -23,7 +23,7 @@ class Source:
     """Of each example."""
     program: Manifest | None
     """A folder with `program.json`; None for the student's own."""
-    lm: TeacherEndpoint | None
+    lm: AskedEndpoint | None
     """None for the base model."""
 
     def open(self, candidate: Candidate, settings: Settings, draw: Draw, ledger: Ledger) -> sources.Source:

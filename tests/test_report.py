@@ -13,15 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import runs
-from twofold.eps import Score
 from twofold.programs import load_pipeline
 from twofold.records import Rollout
 from twofold.report import browse, write_page
 from twofold.report.browse import Set
-from twofold.report.learning import by_band
 from twofold.report.private import MARK, Redactor
-from twofold.scores import Scored
-from twofold.settings import Eps, Settings
+from twofold.settings import Settings
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -180,37 +177,6 @@ def test_no_surrounding_text_keeps_a_value_in(words: list[str], before: str, aft
     value = " ".join(words)
     found = Redactor(["query"], [value]).text(f"{before} {value} {after}")
     assert value not in found or value in MARK
-
-
-# ---- learning by band ----
-
-
-def scored(example: str, round_number: int, value: float, mean: float) -> Scored:
-    score = Score(value, 4, 0.01, 0.0, mean, "base", "metric")
-    return Scored(round_number, example, None, score, example, "keep")
-
-
-def test_learning_is_last_visit_less_first_by_band_of_the_first() -> None:
-    rows = [
-        scored("never", 1, 0.0, 0.0),
-        scored("hard", 1, 0.0, 0.0),
-        scored("hard", 4, 0.75, 0.25),
-        scored("rare", 3, 0.5, 0.5),
-        scored("rare", 1, 0.75, 0.25),
-        scored("rare", 9, 0.0, 1.0),
-        scored("rare2", 1, 0.75, 0.25),
-        scored("rare2", 2, 0.75, 0.25),
-        scored("done", 1, 0.0, 1.0),
-        scored("done", 2, 0.25, 0.75),
-    ]
-    found = {row["band"]: row for row in by_band(rows, Eps(), 100, 0)}
-    assert {name: (row["value"], row["n"]) for name, row in found.items()} == {
-        "too hard": (0.25, 1),
-        "EPS above 2/3": (0.375, 2),
-        "solved": (-0.25, 1),
-    }
-    assert found["too hard"]["low"] is None
-    assert found["EPS above 2/3"]["low"] >= 0.0
 
 
 def test_draw_takes_sets_in_turn_and_never_part_of_an_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from twofold.records import Rollout
 from twofold.rollouts import plan_prompts
 from twofold.sampling.local import LocalEngine
 from twofold.sampling.scripted import EOS, ScriptedEngine, decode
-from twofold.settings import Budget, Draw, Settings, TeacherEndpoint, Weights, divided
+from twofold.settings import AskedEndpoint, Budget, Draw, Settings, Weights, divided
 from twofold.settings import Source as SourceSettings
 from twofold.sources import Source, check, differences, endpoint_lms, local_lms
 
@@ -244,7 +244,7 @@ def test_a_server_answers_and_what_it_cannot_is_lost(monkeypatch):
     monkeypatch.setenv("TEST_KEY", "geheim")
     ledger, engine = Ledger(Budget()), ScriptedEngine(louder)
     with serving(completion("yes"), completion("no", finish_reason="length"), 400) as server:
-        endpoint = TeacherEndpoint.model_validate(server.settings(retries=0, concurrency=1))
+        endpoint = AskedEndpoint.model_validate(server.settings(retries=0, concurrency=1))
         source = Source("far", two_step("Other words."), endpoint_lms(endpoint, "weights.sources.lm", ledger))
         made = run(two_step(), engine, "hello", "there", source=source, options=settings(shard_size=1))
     assert [one.status for one in made] == ["ok", "lm_error"]

@@ -92,6 +92,8 @@ SETTINGS = {
         "proposal_tokens": 12,
     },
     "scaffold": None,
+    "endpoints": {},
+    "hosted": {},
     "strategies": {"vanilla": [], "prompts": ["p"], "weights": ["w"], "together": ["p", "w"]},
     "weights": {
         "rounds": 3,

@@ -71,7 +71,7 @@ class Ledger:
         """
         with self._lock:
             if used := self._used_up():
-                raise BudgetError(f"The budget of {used} is used up. Raise it, or let training go on without hints.")
+                raise BudgetError(f"The budget of {used} is used up.")
             self._spent = replace(self._spent, calls=self._spent.calls + 1)
             self._keep(self._spent)
 
@@ -119,7 +119,7 @@ class Pace:
 
 
 def key_of(endpoint: Endpoint, place: str) -> str:
-    """The endpoint's key.
+    """The endpoint's key; a word that is none, where it needs none.
 
     Args:
         place: where the endpoint stands in the settings, such as `prompts.proposer`.
@@ -127,6 +127,8 @@ def key_of(endpoint: Endpoint, place: str) -> str:
     Raises:
         SettingsError: the environment has no such variable.
     """
+    if endpoint.key is None:
+        return "none"
     key = os.environ.get(endpoint.key)
     if not key:
         raise SettingsError(

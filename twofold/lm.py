@@ -70,11 +70,7 @@ class ModuleEngine:
         return self._complete(request, threading.get_ident())
 
     def _complete(self, request: lm15.Request, thread: int) -> lm15.Response:
-        recorder = dspy.settings.get(_SETTING)
-        if recorder is None:
-            raise RuntimeError(
-                f"Module '{self.module}' was called outside of a rollout; run it under `recording(...)`."
-            )
+        recorder = current_recorder(self.module)
         refuse_unsupported(request)
         wanted = self._wanted(request, recorder)
         answer = self._answer(wanted, recorder)
@@ -133,6 +129,14 @@ def lm_on(answers: ModuleEngine) -> dspy.LM:
         cache=False,
         num_retries=0,
     )
+
+
+def current_recorder(module: str) -> "Recorder":
+    """The recorder of the rollout that runs here; raises `RuntimeError` when there is none."""
+    recorder = dspy.settings.get(_SETTING)
+    if recorder is None:
+        raise RuntimeError(f"Module '{module}' was called outside of a rollout; run it under `recording(...)`.")
+    return recorder
 
 
 @contextmanager

@@ -119,8 +119,8 @@ def work(settings: Settings, sizes: dict[str, int], predictors: int, prompt_toke
         prompt_tokens: tokens of a typical prompt.
     """
     dev = ("all", "dev, before any step", sizes["dev"])
-    strategies = len(settings.strategies)
-    planned = [dev, *_steps(settings, sizes), ("compare", f"{strategies} x test", strategies * sizes["test"])]
+    rows = len(settings.strategies) + len(settings.hosted)
+    planned = [dev, *_steps(settings, sizes), ("compare", f"{rows} x test", rows * sizes["test"])]
     return [
         Work(
             stage,

@@ -48,8 +48,10 @@ class Pipeline:
     """The input field that takes hints: the file's `HINT_FIELD`."""
     accuracy: Callable[..., Any] | None
     """The metric that strategies are compared by, when it is not the reward's."""
+    endpoints: tuple[str, ...]
+    """Names of the endpoints that the program and the metric ask: the file's `ENDPOINTS`."""
     private: tuple[str, ...]
-    """Input and output fields whose values no report shows: the file's `private`."""
+    """Fields of examples and predictions whose values stay in the records of this machine: the file's `private`."""
     digest: str
     """sha256 of the file, and of the pipelines it imports."""
 
@@ -78,6 +80,7 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
         teacher=getattr(module, "teacher", None),
         hint_field=getattr(module, "HINT_FIELD", None),
         accuracy=getattr(module, "accuracy", None),
+        endpoints=tuple(getattr(module, "ENDPOINTS", ())),
         private=_private(module, path),
         digest=_digest(path),
     )

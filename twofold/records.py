@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import typing
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,8 @@ class Rollout:
     status: Status = "ok"
     error: str = ""
     """For a failure: the kind and text of the exception."""
+    usage: dict[str, float] = field(default_factory=dict)
+    """What answers of endpoints came to: `NAME/calls`, `NAME/tokens_in`, `NAME/tokens_out` and `NAME/money`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,19 @@ def tokens_of(calls: Iterable[Call]) -> dict[str, int]:
     return {"tokens_in": sum(asked for asked, _ in lengths), "tokens_out": sum(answered for _, answered in lengths)}
 
 
+def usage_of(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """What the endpoints' answers in all these rollouts came to: `endpoints/NAME/calls` and so on."""
+    sums: Counter[str] = Counter()
+    for rollout in rollouts:
+        sums.update(rollout.usage)
+    return {f"endpoints/{name}": float(value) for name, value in sums.items()}
+
+
+def money_of(rollouts: Iterable[Rollout]) -> float:
+    """What the endpoints' answers in all these rollouts cost at the settings' prices."""
+    return sum((v for rollout in rollouts for k, v in rollout.usage.items() if k.endswith("/money")), 0.0)
+
+
 _COLUMNS: dict[type, pa.Schema] = {
     Call: pa.schema(
         [
@@ -191,6 +207,7 @@ _COLUMNS: dict[type, pa.Schema] = {
             ("channels", pa.string()),
             ("status", pa.string()),
             ("error", pa.string()),
+            ("usage", pa.string()),
         ]
     ),
     Group: pa.schema(
@@ -222,12 +239,13 @@ _COLUMNS: dict[type, pa.Schema] = {
 }
 
 
+_JSON = ("output", "channels", "usage")
+"""Fields of a rollout that are written as JSON."""
+
+
 def write_rollouts(rollouts: list[Rollout], folder: Path) -> None:
     """Write `rollouts.parquet` and `calls.parquet` into `folder`."""
-    rows = [
-        {**_row(rollout), "output": _dumps(rollout.output), "channels": _dumps(rollout.channels)}
-        for rollout in rollouts
-    ]
+    rows = [_row(rollout) | {name: _dumps(getattr(rollout, name)) for name in _JSON} for rollout in rollouts]
     _write_table(rows, Rollout, folder / "rollouts.parquet")
     _write_table([_row(call) for rollout in rollouts for call in rollout.calls], Call, folder / "calls.parquet")
 
@@ -250,7 +268,7 @@ def read_rollouts(folder: Path, only: Collection[str] | None = None) -> list[Rol
 def read_outcomes(folder: Path, only: Collection[str] | None = None) -> list[Rollout]:
     """The rollouts without their calls, which are most of what there is to read; otherwise like `read_rollouts`."""
     return [
-        Rollout(**{**row, "calls": (), "output": json.loads(row["output"]), "channels": json.loads(row["channels"])})
+        Rollout(**{**row, "calls": (), **{name: json.loads(row[name]) for name in _JSON}})
         for row in _read_table(Rollout, folder / "rollouts.parquet", only)
     ]
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -99,8 +99,9 @@ class Endpoint(Section):
 
     model: str
     base_url: str
-    key: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the key; the key itself has no place in a file."""
+    key: str | None = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the key; the key itself has no place in a file. `null` sends none:
+    a server on this machine needs no key."""
     retries: Count = 3
     timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds for one answer."""
@@ -200,8 +201,8 @@ class Pooling(Section):
     examples active."""
 
 
-class TeacherEndpoint(Endpoint):
-    """The server that a teacher asks, and how."""
+class AskedEndpoint(Endpoint):
+    """A server that answers like a module would, and how it is asked."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.7
     max_tokens: Positive = 256
@@ -213,7 +214,7 @@ class TeacherEndpoint(Endpoint):
 
 
 class Budget(Section):
-    """The most that teachers may use in one training; null is no limit. When one is used up, nothing more is asked."""
+    """The most that may be used; null is no limit. When one is used up, nothing more is asked."""
 
     calls: Count | None = None
     """Requests that are sent, retries included."""
@@ -221,6 +222,18 @@ class Budget(Section):
     """Prompt and sampled tokens together."""
     money: Annotated[float, Field(ge=0)] | None = None
     """At the endpoint's prices, in their currency."""
+
+
+class NamedEndpoint(AskedEndpoint):
+    """A server that the pipeline asks under a name, or that runs the whole program."""
+
+    budget: Budget = Budget()
+    """For all stages together, since `.work` was new. When it is used up the run stops, and can go on."""
+
+    @property
+    def asked(self) -> list[str | float | int]:
+        """What an answer and its price depend on."""
+        return [self.model, self.base_url, self.temperature, self.max_tokens, self.price_in, self.price_out]
 
 
 class Teacher(Section):
@@ -236,9 +249,10 @@ class Teacher(Section):
     """Most characters of the rollouts that it is shown, all together; and most of the input."""
     max_chars: Positive = 200
     """Most characters of a hint."""
-    endpoint: TeacherEndpoint | None = None
+    endpoint: AskedEndpoint | None = None
     """For `endpoint`; for `program`, the LM of its modules that have none of their own."""
     budget: Budget = Budget()
+    """For one training. When it is used up, training goes on without new hints."""
 
     @model_validator(mode="after")
     def _endpoint_is_known(self) -> "Teacher":
@@ -322,7 +336,7 @@ class Source(Section):
     program: str | None = None
     """File of a saved program of the student's structure, as outputs/prompts/program/program.json is; null takes the
     student's own."""
-    lm: TeacherEndpoint | None = None
+    lm: AskedEndpoint | None = None
     """The server that answers; null takes the base model."""
 
     @property
@@ -489,6 +503,10 @@ class Settings(Section):
         "together": ("p", "w"),
     }
     """Sequences of steps to compare, by name; each begins with the program as it was written."""
+    endpoints: dict[Name, NamedEndpoint] = {}
+    """Servers that the pipeline's program and metric ask, by the names it gives them. They are not trained."""
+    hosted: dict[Name, NamedEndpoint] = {}
+    """Models on servers that `compare` runs the untrained program on, as rows of their own."""
     tracking: Tracking = Tracking()
     retrain: Retrain = Retrain()
     ui: Ui = Ui()
@@ -496,6 +514,11 @@ class Settings(Section):
     def of_results(self) -> dict[str, Any]:
         """The settings that can change a result, as JSON values."""
         return self.model_dump(mode="json", exclude={"retrain", "ui"})
+
+    @property
+    def asked(self) -> list[list[str | float | int]]:
+        """What the answers of `endpoints` depend on."""
+        return [[name, *endpoint.asked] for name, endpoint in sorted(self.endpoints.items())]
 
     @property
     def teaches(self) -> bool:
@@ -517,7 +540,7 @@ class Settings(Section):
         return self
 
     def __hash__(self) -> int:
-        # pydantic's own hash fails on the dict of strategies.
+        # pydantic's own hash fails on dicts.
         return hash(self.model_dump_json())
 
     def warnings(self) -> list[str]:
@@ -637,8 +660,12 @@ def _line(node: yaml.Node | None, keys: list[str]) -> int:
 
 
 def _valid_names(keys: list[str]) -> list[str]:
-    section: type[BaseModel] = Settings
+    section: Any = Settings
     for key in keys:
+        if get_origin(section) is dict:  # The key is a name that the user gave.
+            section = get_args(section)[1]
+            continue
         annotation = section.model_fields[key].annotation
-        section = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+        plain = isinstance(annotation, type) or get_origin(annotation) is dict
+        section = annotation if plain else get_args(annotation)[0]
     return list(section.model_fields)

@@ -29,7 +29,7 @@ from twofold.local_lm import messages, refuse_unsupported
 from twofold.programs import bind, modules, structure, structure_at
 from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Engine, SampleRequest
-from twofold.settings import Draw, TeacherEndpoint
+from twofold.settings import AskedEndpoint, Draw
 from twofold.settings import Source as SourceSettings
 
 LMs = Callable[[str], dspy.LM]
@@ -97,7 +97,7 @@ def local_lms(engine: Engine, draw: Draw, max_tokens: int, ledger: Ledger) -> LM
     return lambda module: lm_on(_Asked(module, engine, draw, max_tokens, ledger))
 
 
-def endpoint_lms(endpoint: TeacherEndpoint, where: str, ledger: Ledger) -> LMs:
+def endpoint_lms(endpoint: AskedEndpoint, where: str, ledger: Ledger) -> LMs:
     """LMs that are a server; raises `SettingsError` when the environment lacks its key."""
     server = _Server(endpoint, where, ledger)
     name = f"endpoint/{endpoint.model}"
@@ -199,7 +199,7 @@ class _Asked(ModuleEngine):
 class _Server:
     """A server in a source's place."""
 
-    def __init__(self, endpoint: TeacherEndpoint, where: str, ledger: Ledger):
+    def __init__(self, endpoint: AskedEndpoint, where: str, ledger: Ledger):
         self.endpoint = endpoint
         self.ledger = ledger
         self.client = client(endpoint, where, Pace(endpoint.requests_per_minute), ledger)

@@ -20,14 +20,13 @@ import vl_convert
 from jinja2 import Environment, StrictUndefined
 from scipy.stats import binomtest
 
+from twofold.bands import CAUTION, Band
 from twofold.evaluation import CONFIDENCE
 from twofold.programs import Pipeline
 from twofold.records import FAILURES
 from twofold.report import charts
 from twofold.report.browse import Decode, Set, Training, sets_of, shown, training_of
-from twofold.report.learning import by_band
-from twofold.seeds import derive
-from twofold.settings import Scaffold, Settings
+from twofold.settings import Settings
 
 CURVES = {
     "reward": "Reward of training rollouts",
@@ -65,7 +64,7 @@ def write_page(
     trainings = {key: training_of(folder) for key, folder in steps.items()}
     histories = {key: _history(folder / "history.csv") for key, folder in steps.items()}
     lost = [_lost(name, own) for name, own in _by_purpose(sets).items()]
-    drawn = _charts(report, histories, trainings, lost, settings)
+    drawn = _charts(report, histories, trainings, lost)
     rollouts = shown(sets, trainings, data, pipeline, decode, settings.seed)
     context = {
         "settings": settings,
@@ -78,6 +77,7 @@ def write_page(
         "curves": [column for column in CURVES if f"curve/{column}" in drawn],
         "pooled": [f"{strategy} {step}" for (strategy, step), own in trainings.items() if own.scores],
         "rollouts": rollouts,
+        "caution": CAUTION,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(context), encoding="utf-8", newline="\n")
@@ -176,7 +176,6 @@ def _charts(
     histories: Mapping[tuple[str, str], History],
     trainings: Mapping[tuple[str, str], Training],
     lost: Sequence[Mapping[str, Any]],
-    settings: Settings,
 ) -> dict[str, charts.Spec]:
     """All charts that have something to show, by name."""
     strategies = list(report["strategies"])
@@ -196,7 +195,7 @@ def _charts(
         found["losses"] = charts.losses(reasons)
     for (strategy, step), training in trainings.items():
         if training.scores:
-            found |= _pool_charts(f"{strategy} {step}", histories[strategy, step], training, settings)
+            found |= _pool_charts(f"{strategy} {step}", histories[strategy, step], training)
     return found
 
 
@@ -232,7 +231,7 @@ def _reasons(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**opens, "status": status, "count": count, "share": count / one["n"]}
 
 
-def _pool_charts(name: str, history: History, training: Training, settings: Settings) -> dict[str, charts.Spec]:
+def _pool_charts(name: str, history: History, training: Training) -> dict[str, charts.Spec]:
     """What inputs still taught, how the pool moved, and what each band learned, of one training with a pool."""
     strategy, step = name.rsplit(" ", 1)
     opens = {"strategy": strategy, "step": step, "purpose": "training"}
@@ -248,11 +247,14 @@ def _pool_charts(name: str, history: History, training: Training, settings: Sett
         if column.startswith("pool/")
     ]
     found = {f"bands/{name}": charts.bands(visited), f"pool/{name}": charts.pool(states)}
-    seed = derive(settings.seed, "report", "learning", strategy, step)
-    eps = (settings.scaffold or Scaffold()).eps
-    if learned := list(by_band(training.scores.values(), eps, settings.evaluate.resamples, seed)):
-        found[f"learning/{name}"] = charts.learning([{"training": name, **row} for row in learned])
+    if learned := [_learned(name, band) for band in training.learned]:
+        found[f"learning/{name}"] = charts.learning(learned)
     return found
+
+
+def _learned(name: str, band: Band) -> dict[str, Any]:
+    known = {"value": band.change, "low": band.ci_low, "high": band.ci_high, "n": band.n}
+    return {"training": name, "band": band.band.replace("_", " "), "visits": band.pairs, **known}
 
 
 def _visits(row: Mapping[str, float]) -> float:

@@ -25,6 +25,7 @@ from typing import Any
 import dspy
 
 from twofold.attempts import ATTEMPTS, Tried, read_attempts
+from twofold.bands import Band, learning
 from twofold.examples import example_id, labels_of, read_examples
 from twofold.hints import Placed, lineage, read_hints
 from twofold.programs import Pipeline, modules
@@ -72,6 +73,11 @@ class Training:
     """By round and prompt."""
     hints: Mapping[str, Placed]
     attempts: Sequence[Tried]
+
+    @property
+    def learned(self) -> list[Band]:
+        """By band of the score, from the visits to inputs without a hint."""
+        return learning(list(self.scores.values()), {prompt for _, prompt in self.scores} - self.hints.keys())
 
 
 NOTHING = Training({}, {}, {}, ())

@@ -87,7 +87,7 @@ def pool(rows: Rows) -> Spec:
 
 
 def learning(rows: Rows) -> Spec:
-    """Change of accuracy by band of the first score; rows have `band`, `value`, `low`, `high`, `n` and `training`."""
+    """Change of accuracy by band of the score; rows have `band`, `value`, `low`, `high`, `n` and `training`."""
     order = list(dict.fromkeys(row["band"] for row in rows))
     y = alt.Y("band:N", sort=order, title=None, axis=alt.Axis(domain=False, ticks=False))
     hover = _hover("training:N", "band:N", "value:Q", "low:Q", "high:Q", "n:Q")
