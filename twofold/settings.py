@@ -292,6 +292,18 @@ class Loss(Section):
     epsilon_high: Annotated[float, Field(ge=0)] = 0.2
 
 
+class Correction(Section):
+    """What is made of the difference between sampler and trainer; see `correction.py`."""
+
+    mode: Literal["none", "truncate", "mask"] = "none"
+    """`none` takes the sampler's log-probabilities for the trainer's own, which the clipped ratio then makes up for."""
+    level: Literal["token", "sequence"] = "token"
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    """Largest ratio of the trainer's to the sampler's probability that counts in full."""
+    warn_gap: Annotated[float, Field(gt=0)] = 0.1
+    """Warn when a token's log-probabilities by sampler and trainer differ by more than this in the mean, in nats."""
+
+
 class Optimizer(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 2e-4
     schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
@@ -314,6 +326,7 @@ class Weights(Section):
     """One adapter that all modules share and train (the paper's runs), or one for each module."""
     lora: Lora = Lora()
     loss: Loss = Loss()
+    correction: Correction = Correction()
     optimizer: Optimizer = Optimizer()
     micro_batch: Positive = 32
     """Rows of one forward and backward pass."""
