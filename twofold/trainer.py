@@ -460,8 +460,8 @@ def _config(settings: Settings, device: torch.device) -> GRPOConfig:
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=device.type == "cpu",
-        bf16=settings.model.dtype == "bfloat16",
-        fp16=settings.model.dtype == "float16",
+        bf16=policy.dtype_of(settings.model) == torch.bfloat16,
+        fp16=policy.dtype_of(settings.model) == torch.float16,
         seed=settings.seed,
         per_device_train_batch_size=2,  # of the placeholder rows; ours come in micro-batches of their own
         num_generations=2,
