@@ -11,7 +11,9 @@ from transformers.utils import logging
 from tasks.step import Manifest
 from twofold import digests, policy, programs
 from twofold.records import BASE_POLICY, SHARED
+from twofold.sampling import Engine
 from twofold.sampling.local import LocalEngine
+from twofold.sampling.vllm import VLLMEngine
 from twofold.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Candidate:
             return digests.short(digests.of_json(names))
         return next(iter(names.values()), BASE_POLICY)
 
-    def open_engine(self, settings: Settings) -> tuple[LocalEngine, dict[str, str]]:
+    def open_engine(self, settings: Settings) -> tuple[Engine, dict[str, str]]:
         """An engine that can answer for this candidate, and the policies to ask it for, by adapter."""
         engine = _engine(self.model.folder, settings)
         return engine, {name: engine.load(folder) for name, folder in self.adapters.items()}
@@ -69,7 +71,9 @@ logging.disable_progress_bar()
 
 # Models are heavy: one engine and one trainer live as long as the process, whatever steps ask for them.
 @lru_cache(maxsize=1)
-def _engine(model: Path, settings: Settings) -> LocalEngine:
+def _engine(model: Path, settings: Settings) -> Engine:
+    if settings.sampling.engine == "vllm":
+        return VLLMEngine(model, settings)
     return LocalEngine(model, settings)
 
 

@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import make_model
 from twofold import policy
 from twofold.adapters import make_adapter
+from twofold.correction import warning
 from twofold.errors import ModelError, RecordError
 from twofold.groups import make_groups
 from twofold.records import SHARED, Call, Group, Rollout, policy_of
@@ -255,6 +256,9 @@ def test_what_a_correction_did_is_reported(folder, mode, weight):
     assert metrics["correction/weight"] == pytest.approx(weight, abs=1e-3)
     assert metrics["correction/capped"] == 0.5
     assert metrics["sampler_gap"] == pytest.approx((math.log(4) + math.log(2)) / 2, abs=1e-3)
+    said = warning(metrics, settings.weights.correction)
+    assert f"differ by 1.040 in the mean (n = {metrics['tokens']:.0f} tokens)" in said
+    assert not warning(metrics, settings.weights.correction.model_copy(update={"warn_gap": 1.05}))
 
 
 def test_without_a_gap_a_correction_changes_nothing(folder, tmp_path):

@@ -11,6 +11,8 @@ the trainer's p, and what was sampled is off the policy even before the first st
    against p, so that it measures what the steps of the round have changed, and nothing else.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,16 @@ def weights_of(ratios: Tensor, settings: Correction) -> Tensor:
         case "truncate":
             return ratios.clamp(max=settings.cap)
     return ratios.where(ratios <= settings.cap, 0.0)
+
+
+def warning(metrics: Mapping[str, float], settings: Correction) -> str:
+    """What to say of a round's `sampler_gap` when it is too large; empty when it is not."""
+    gap = metrics.get("sampler_gap", 0.0)
+    if gap <= settings.warn_gap:
+        return ""
+    more = " Use weights.correction.mode 'truncate' or 'mask'." if settings.mode == "none" else ""
+    return (
+        f"sampler and trainer give tokens log-probabilities that differ by {gap:.3f} in the mean (n = "
+        f"{metrics['sampler_gap_n']:.0f} tokens), more than weights.correction.warn_gap ({settings.warn_gap:g}). "
+        f"Do both have the same model in the same dtype?{more}"
+    )

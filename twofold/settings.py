@@ -48,6 +48,8 @@ class Draw(Section):
 
 
 class Sampling(Section):
+    engine: Literal["local", "vllm"] = "local"
+    """A model in this process, or vLLM servers; for these see `vllm`."""
     adapter: Literal["plain", "chat", "json", "xml"] = "plain"
     """How a signature becomes a prompt and an answer becomes fields: ours for small models, or one of DSPy's."""
     context: Positive = 2048
@@ -104,6 +106,31 @@ class Endpoint(Section):
     """Price of a million prompt tokens, in any one currency."""
     price_out: Annotated[float, Field(ge=0)] = 0.0
     """Price of a million sampled tokens."""
+
+
+class VLLM(Section):
+    """The servers of `sampling.engine: vllm`; see `sampling/vllm.py`. No step runs again because of a change here."""
+
+    base_urls: tuple[str, ...] = ()
+    """Servers that run already, such as http://127.0.0.1:8000; they must see the folders of the adapters."""
+    start: Count = 0
+    """Or so many are started on this machine, and end with the stage."""
+    python: str = ".venv-vllm/bin/python"
+    """The Python that has vLLM, for servers that are started."""
+    arguments: tuple[str, ...] = ()
+    """More arguments for these, such as --tensor-parallel-size=2."""
+    key: str | None = None
+    """Name of the environment variable with the key of the servers in `base_urls`; null sends none."""
+    adapters: Positive = 4
+    """Most adapters that a server holds at once."""
+    retries: Count = 4
+    """How often a request is sent again when it was lost with its server."""
+
+    @model_validator(mode="after")
+    def _servers_are_known(self) -> "VLLM":
+        if bool(self.base_urls) == bool(self.start):
+            raise ValueError("name running servers in 'base_urls', or how many to 'start', one of the two")
+        return self
 
 
 class Prompts(Section):
@@ -360,6 +387,8 @@ class Settings(Section):
     data: Data = Data()
     model: Model = Model()
     sampling: Sampling = Sampling()
+    vllm: VLLM | None = None
+    """Where `sampling.engine: vllm` samples."""
     rewards: Rewards = Rewards()
     evaluate: Evaluate = Evaluate()
     prompts: Prompts = Prompts()
@@ -386,6 +415,12 @@ class Settings(Section):
             raise ValueError("sampling.max_tokens must be smaller than sampling.context")
         return self
 
+    @model_validator(mode="after")
+    def _servers_are_known(self) -> "Settings":
+        if self.sampling.engine == "vllm" and self.vllm is None:
+            raise ValueError("sampling.engine is 'vllm', so 'vllm' must name base_urls, or how many servers to start")
+        return self
+
     def __hash__(self) -> int:
         # pydantic's own hash fails on the dict of strategies.
         return hash(self.model_dump_json())
@@ -409,6 +444,11 @@ class Settings(Section):
             found.append(
                 f"scaffold.pool.max_draws is {self.scaffold.pool.max_draws}: no round can keep the {wanted} inputs "
                 "that weights.examples_per_round asks for. Use at least as many draws."
+            )
+        if self.sampling.engine == "vllm" and self.weights.correction.mode == "none":
+            found.append(
+                "weights.correction.mode is 'none': a server's log-probabilities differ from the trainer's, and that "
+                "difference stays in the probability ratio. Use 'truncate' or 'mask' with sampling.engine 'vllm'."
             )
         if self.weights.lora.dropout:
             found.append(

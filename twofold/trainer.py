@@ -179,7 +179,8 @@ class Trainer:
 
         Returns metrics: `loss`, `grad_norm` (of all adapters), both means over the steps, `learning_rate`,
         `entropy` (nats a token), `kl` (to the base, with beta), `clip_share`, `sampler_gap` (mean absolute difference
-        between the trainer's and the sampler's log-probability of a token, before the first step), `rows`, `tokens`,
+        between the trainer's and the sampler's log-probability of a token, before the first step, over the
+        `sampler_gap_n` tokens of that step), `rows`, `tokens`,
         `dropped/REASON` per reason, and `updated`: the share of the steps that were taken; for the others there was
         nothing to learn from, or the gradient was not finite. With `weights.correction` also `correction/weight`, the
         mean of the tokens' weights, and `correction/capped`, the share of tokens with a ratio above the cap.
@@ -513,6 +514,7 @@ def _of_round(steps: Sequence[dict[str, float]], wanted: int) -> dict[str, float
     tokens = sum(step["tokens"] for step in steps)
     means = {name: sum(step[name] * (step["tokens"] / tokens) for step in steps) for name in steps[0]}
     first = {name: steps[0][name] for name in ("sampler_gap", "learning_rate")}
+    first["sampler_gap_n"] = steps[0]["tokens"]
     return means | first | {"tokens": tokens, "updated": sum(step["updated"] for step in steps) / wanted}
 
 
