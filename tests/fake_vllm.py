@@ -32,8 +32,10 @@ class FakeVLLM(ThreadingHTTPServer):
         """The model that answers whatever is asked for."""
         self.seconds = 0.0
         """What a completion takes."""
+        self.dead = False
+        """Whether its engine is: it drops every completion, and is not healthy."""
         self.say: list[int] = []
-        """What the next completions are answered with instead: a status, or 0 for a dropped connection."""
+        """Statuses that the next completions are answered with instead."""
         self.asked: list[dict] = []
         """Bodies of the completions that were asked for, but for those of a greeting."""
         self.seen: Counter[str] = Counter()
@@ -63,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.seen[self.path] += 1
         if self.path == "/health":
-            self.reply(200, {})
+            self.reply(503 if self.server.dead else 200, {})
         elif self.allowed():
             models = [{"id": "base", "parent": None, "max_model_len": self.server.context}]
             self.reply(200, {"data": models + [{"id": name, "parent": "base"} for name in self.server.adapters]})
@@ -89,9 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
     def complete(self, body: dict) -> None:
         if body["top_k"] != 1:
             self.server.asked.append(body)
+            if self.server.dead:
+                return self.drop()
             if self.server.say:
-                status = self.server.say.pop(0)
-                return self.fail(status, "scripted") if status else self.drop()
+                return self.fail(self.server.say.pop(0), "scripted")
         if body["model"] not in ("base", *self.server.adapters):
             return self.fail(404, "no such model")
         time.sleep(self.server.seconds)

@@ -101,7 +101,7 @@ def test_a_request_that_is_refused_spoils_nothing(folder, server):
         [answered] = engine.sample([ask(10)])
     assert refused == Refusal("lm_error", f"{server.url}: 400: scripted")
     assert isinstance(answered, Completion)
-    assert not engine.lost
+    assert engine.fleet.losses == 0
 
 
 def test_an_answer_that_takes_too_long_is_a_timeout(folder, server):
@@ -156,7 +156,7 @@ def test_an_adapter_that_is_gone_is_loaded_again(folder, server, tmp_path):
         server.adapters.clear()
         assert engine.sample([ask(10, policy=name)])[0].policy == name
     assert server.seen["/v1/load_lora_adapter"] == 2
-    assert engine.lost == {server.url: 1}
+    assert engine.fleet.losses == 1
 
 
 def test_an_adapter_that_cannot_be_loaded_is_named(folder, server, tmp_path):
@@ -220,10 +220,16 @@ def test_a_family_has_a_server_until_its_queue_is_too_long(server):
 
 def test_what_a_dead_server_lost_another_one_answers(folder, server):
     with FakeVLLM().serving() as other, engine_on(folder, server, other) as engine:
-        server.say, other.say = [0] * 9, [0]
+        while any(one.state == "starting" for one in engine.fleet.servers):
+            time.sleep(0.01)
+        engine.sample([ask(10)])
+        # The family's server, which all of its requests go to.
+        dying, living = (server, other) if server.asked else (other, server)
+        dying.dead = True
         answers = engine.sample([ask(k) for k in range(2, 8)])
         assert [answer.token_ids[0] for answer in answers] == [k + 2 for k in range(2, 8)]
-        assert engine.lost[other.url] == 1
+        assert len(living.asked) == 6
+        assert 1 <= engine.fleet.losses == len(dying.asked) - 1
 
 
 def test_a_server_that_is_away_is_left_alone_until_it_answers(folder, server):
@@ -296,11 +302,12 @@ def test_a_killed_server_is_started_again_and_nothing_is_lost(folder, tmp_path):
         assert engine.sample([ask(10, policy=name)])[0].policy == name
         [own] = engine.fleet.servers
         first, killed = own.url, server_of(own.process)
-        threading.Timer(0.3, os.kill, (killed, signal.SIGKILL)).start()
+        killer = threading.Thread(target=lambda: (wait_for(lambda: own.queue == 6), os.kill(killed, signal.SIGKILL)))
+        killer.start()
         answers = engine.sample([ask(k, policy=name) for k in range(2, 8)])
         assert [answer.token_ids[0] for answer in answers] == [k + 2 for k in range(2, 8)]
         assert {answer.policy for answer in answers} == {name}
-        assert engine.lost[first] == 6
+        assert 1 <= engine.fleet.losses <= 6
         assert own.url != first
         second = server_of(own.process)
     wait_for(lambda: gone(killed) and gone(second))

@@ -40,6 +40,9 @@ _MARGIN = 8
 _PREFIX = "twofold-"
 """Begins the names that adapters are served under; their digest follows."""
 
+_PATIENCE = 120.0
+"""Seconds that a server of ours, whose process lives, may leave the question unanswered whether it is healthy."""
+
 _BUSY = (408, 409, 429)
 """What a server says that may say something else later, beside 5xx."""
 
@@ -87,20 +90,20 @@ class Server:
         self._http = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
-            timeout=httpx.Timeout(self.timeout, connect=5.0, pool=None),
+            timeout=httpx.Timeout(self.timeout, connect=20.0, pool=None),
             limits=httpx.Limits(max_connections=None),
         )
 
-    @property
-    def healthy(self) -> bool:
+    def healthy(self) -> bool | None:
+        """Whether it says that it is; None when it says nothing."""
         try:
-            return self._http.get("/health", timeout=10.0).is_success
+            return self._http.get("/health", timeout=20.0).is_success
         except httpx.TransportError:
-            return False
+            return None
 
     def open(self) -> None:
         """Make sure that it answers; raises `LostError`."""
-        if not self.healthy:
+        if not self.healthy():
             raise LostError(f"{self.url} does not answer")
 
     def close(self) -> None:
@@ -116,9 +119,8 @@ class Server:
             LostError: it does not answer.
             ModelError: it cannot be sampled from; says what to start it with.
         """
-        with self._lock:
-            self._held.clear()
-        bases = [model for model in self._models() if not model.get("parent")]
+        models = self._models()
+        bases = [model for model in models if not model.get("parent")]
         if len(bases) != 1:
             raise ModelError(f"{self.url} serves {len(bases)} base models. Give it one, under one name.")
         if bases[0]["max_model_len"] < context:
@@ -127,6 +129,9 @@ class Server:
                 f"Start it with --max-model-len {context}."
             )
         self.base = bases[0]["id"]
+        with self._lock:
+            for gone in self._held.keys() - {model["id"] for model in models}:
+                del self._held[gone]
         self._check_logprobs(prompt)
 
     def complete(self, body: Mapping[str, Any]) -> Any:
@@ -250,7 +255,7 @@ class OwnServer(Server):
         Raises:
             ModelError: it ended before it was ready.
         """
-        if self.process and self.process.poll() is None and self.healthy:
+        if self._recovers():
             return
         self.close()
         port = _free_port()
@@ -258,7 +263,7 @@ class OwnServer(Server):
         # Without a name, so that nobody has to remove it.
         with tempfile.TemporaryFile() as output:
             self.process = self._start(port, output.fileno())
-            while not self.healthy:
+            while not self.healthy():
                 if self.process.poll() is not None:
                     raise ModelError(f"The vLLM server ended before it was ready:\n{_end_of(output.fileno())}")
                 time.sleep(0.5)
@@ -267,6 +272,15 @@ class OwnServer(Server):
         if self.process:
             self.process.stdin.close()
             self.process.wait()
+
+    def _recovers(self) -> bool:
+        """Whether it is, or was only slow: a busy machine is no reason to start it again."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.process and self.process.poll() is None and time.monotonic() < deadline:
+            if (said := self.healthy()) is not None:
+                return said
+            time.sleep(0.2)
+        return False
 
     def _start(self, port: int, output: int) -> subprocess.Popen:
         command = [sys.executable, leash.__file__, *self.command, "--host", "127.0.0.1", "--port", str(port)]
@@ -292,8 +306,8 @@ class Fleet:
         self.servers = tuple(servers)
         self.context = context
         self.prompt = tuple(prompt)
-        self.restarts: Counter[str] = Counter()
-        """How often a server was started again, or found again, by its address now."""
+        self.losses = 0
+        """Requests that were lost; each was sent again, or ended in an error."""
         self._changed = threading.Condition()
         self._homes: dict[str, Server] = {}
         self._wrong: Exception | None = None
@@ -323,10 +337,11 @@ class Fleet:
     def lost(self, server: Server, error: LostError) -> None:
         """Take in that a request to a server was lost."""
         with self._changed:
+            self.losses += 1
             if server.state != "up":
                 return
             server.state = "starting"
-        log.warning("vLLM server lost a request: %s", error)
+        log.warning("A vLLM server lost requests: %s", error)
         self._open(server)
 
     def revive(self) -> None:

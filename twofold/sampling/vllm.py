@@ -16,7 +16,6 @@ batch. The seeds make draws repeatable only where the batches are the same.
 import atexit
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -93,8 +92,6 @@ class VLLMEngine:
         self.settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         self.eos = eos_ids(GenerationConfig.from_pretrained(model_dir, local_files_only=True), self.tokenizer)
-        self.lost: Counter[str] = Counter()
-        """Requests that were lost and sent again, by the server's address."""
         self._adapters: dict[str, Path] = {}
         greeting = self.encode([{"role": "user", "content": "Name any number."}])
         self.fleet = Fleet(_servers(model_dir, settings), settings.sampling.context, greeting)
@@ -139,7 +136,6 @@ class VLLMEngine:
                     return made if job.request.temperature else made * len(job.places)
                 except LostError as error:
                     said = str(error)
-                    self.lost[server.url] += 1
                     self.fleet.lost(server, error)
                 except RefusedError as error:
                     return [Refusal("lm_error", str(error))] * len(job.places)
