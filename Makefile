@@ -43,7 +43,8 @@ bench: setup
 
 # What choosing inputs by EPS, and a teacher, are worth: hours; goes on where it was stopped.
 eps-study: setup
-	dvc repro data model
+	dvc repro model
+	python -m flows.prepare --params bench/eps-study.yaml
 	python -m bench.eps_study
 
 # The runs and models of this checkout, on http://127.0.0.1:5000

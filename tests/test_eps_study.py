@@ -1,10 +1,12 @@
 """The study of EPS: what it makes of finished runs. The runs themselves are those of `flows.strategy`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from bench.eps_study import ARMS, Run, _table, curve_of, score_at, spent_to
+from bench.eps_study import ARMS, PARAMS, Run, _table, curve_of, score_at, spent_to
+from twofold.settings import load
 
 CURVE = [(0.0, 0.2), (100.0, 0.4), (300.0, 0.3), (400.0, 0.5)]
 
@@ -46,3 +48,25 @@ def test_arms_are_compared_at_the_rollouts_of_the_cheapest() -> None:
     assert lines[0] == "## From vanilla, seeds 0"
     assert "| off | 0.400 | 100 (1 of 1) | 0.300 |" in lines
     assert "| whole | 0.600 | 50 (1 of 1) | 0.500 |" in lines
+
+
+def test_its_settings_are_the_committed_ones_with_less_data_and_fewer_rounds() -> None:
+    ours, committed = (flat(load(path).model_dump(mode="json")) for path in (PARAMS, Path("params.yaml")))
+    changed = {name for name in ours.keys() | committed.keys() if ours.get(name) != committed.get(name)}
+    names = {name for name in changed if not name.startswith("strategies.")}
+    assert names == {
+        "data.train",
+        "data.dev",
+        "evaluate.every",
+        "sampling.timeout",
+        "weights.rounds",
+        "weights.examples_per_round",
+    }
+
+
+def flat(values: Mapping, above: str = "") -> dict:
+    """Nested settings by their dotted names."""
+    found: dict = {}
+    for key, value in values.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return found
