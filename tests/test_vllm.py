@@ -1,6 +1,7 @@
 """The engine on vLLM servers, against a scripted server over real HTTP; the real one is in `test_real_vllm.py`."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tests.tiny import ROOT, make_model
 from twofold import policy
 from twofold.errors import ModelError, ServerError, SettingsError
 from twofold.sampling import Completion, Refusal, SampleRequest
+from twofold.sampling.local import LocalEngine
 from twofold.sampling.servers import Fleet, Server
 from twofold.sampling.vllm import VLLMEngine
 from twofold.settings import Settings
@@ -85,6 +87,15 @@ def test_greedy_samples_of_one_prompt_are_one_sample(folder, server):
         answers = engine.sample([ask(10, seed=k, temperature=0.0) for k in range(3)])
     assert [body["n"] for body in server.asked] == [1]
     assert {(answer.token_ids, answer.logprobs) for answer in answers} == {((12, EOS), (0.0, 0.0))}
+
+
+def test_answers_end_as_the_local_engines_do(folder, server, tmp_path):
+    """Also where the model has no settings for generation of its own."""
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "generation_config.json").unlink()
+    for model in (folder, bare):
+        with engine_on(model, server) as engine:
+            assert engine.eos == LocalEngine(model, Settings.model_validate({"model": {"device": "cpu"}})).eos == {EOS}
 
 
 def test_what_exceeds_the_context_is_never_asked(folder, server):

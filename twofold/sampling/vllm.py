@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 from pydantic import BaseModel, ValidationError
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from twofold import policy
 from twofold.endpoints import key_of
@@ -91,7 +91,7 @@ class VLLMEngine:
     def __init__(self, model_dir: Path, settings: Settings):
         self.settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        self.eos = eos_ids(GenerationConfig.from_pretrained(model_dir, local_files_only=True), self.tokenizer)
+        self.eos = eos_ids(_generation(model_dir), self.tokenizer)
         self._adapters: dict[str, Path] = {}
         greeting = self.encode([{"role": "user", "content": "Name any number."}])
         self.fleet = Fleet(_servers(model_dir, settings), settings.sampling.context, greeting)
@@ -163,6 +163,13 @@ class VLLMEngine:
         text, finish_reason = decode(self.tokenizer, choice.token_ids, self.eos)
         logprobs = choice.logprobs.token_logprobs if request.temperature else (0.0,) * len(choice.token_ids)
         return Completion(choice.token_ids, logprobs, text, finish_reason, request.policy)
+
+
+def _generation(model_dir: Path) -> GenerationConfig:
+    """What the model says of generation, as transformers reads it together with the weights."""
+    if (model_dir / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_dir, local_files_only=True))
 
 
 def _group(request: SampleRequest) -> tuple:
