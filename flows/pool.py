@@ -6,18 +6,20 @@ With a pool:
    are due for another look.
 2. Visit the drawn ones, as many at a time as the batch lacks: collect their rollouts, score them, keep what teaches.
 3. Visit those that are due. They are not trained on in this round; the pool may make them active for the next.
-4. Route all that were visited, and group the calls of those that are kept.
+4. Ask the teacher programs for their rollouts of what is kept: the student's alone decide what that is.
+5. Route all that were visited, and group the calls of those that are kept.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.sampling import collect_for_training, ids_of
+from flows.sampling import collect_for_training, collect_from_sources, ids_of
 from tasks.candidate import Candidate
 from tasks.group import group
 from tasks.pool import DRAWN, POOL, draw, kept_in, select
 from tasks.score import score
+from tasks.source import Source
 from tasks.step import Manifest
 from twofold.plan import examples_of_round
 from twofold.pool import fill
@@ -37,12 +39,20 @@ class Batch:
 
 
 def next_batch(
-    folder: Path, settings: Settings, candidate: Candidate, data: Manifest, number: int, round_number: int
+    folder: Path,
+    settings: Settings,
+    candidate: Candidate,
+    data: Manifest,
+    number: int,
+    round_number: int,
+    sources: Sequence[Source],
 ) -> Batch:
     """Every training example in turn, whatever it teaches."""
     per_step = settings.weights.examples_per_round
     examples = examples_of_round(ids_of(data, "train"), per_step, round_number, settings.seed)
-    collected = collect_for_training(folder, settings, candidate, data, examples, ["weights", number, round_number])
+    names = ["weights", number, round_number]
+    collected = collect_for_training(folder, settings, candidate, data, examples, names)
+    collected += collect_from_sources(folder, settings, candidate, data, examples, names, sources)
     grouped = group(folder / "groups", settings=settings, shards=collected, round_number=round_number)
     return Batch(grouped, collected, [])
 
@@ -55,24 +65,27 @@ def pooled_batch(
     number: int,
     round_number: int,
     answers: Manifest | None,
+    sources: Sequence[Source],
 ) -> Batch:
     """What is kept of the inputs that are drawn; less than was asked for, or nothing, when too few of them teach.
 
-    A training begins with a new pool: what an input taught under other prompts says little of what it teaches now.
+    A training begins with a new pool: what an input taught under other prompts says little of what it teaches now. Only
+    where the settings name one does it go on from that.
 
     Args:
         answers: the teacher's, of the round before.
     """
-    before = candidate.checkpoint.part(POOL) if candidate.checkpoint and round_number else None
+    before = candidate.checkpoint.part(POOL) if candidate.checkpoint and round_number else _start(settings)
     drawn = draw(
         folder / "draw", settings=settings, data=data, before=before, answers=answers, round_number=round_number
     )
     asked = read_json(drawn.folder / DRAWN)
     collected: list[Manifest] = []
     scored: list[Manifest] = []
+    names = ["weights", number, round_number]
 
     def visit(inputs: Sequence[str]) -> set[str]:
-        place, names = folder / f"visit-{len(scored)}", ["weights", number, round_number]
+        place = folder / f"visit-{len(scored)}"
         shards = collect_for_training(place, settings, candidate, data, list(inputs), names, drawn.part(POOL))
         collected.extend(shards)
         scored.append(
@@ -83,6 +96,8 @@ def pooled_batch(
     kept = fill(asked["drawn"], settings.weights.examples_per_round, visit).kept
     if asked["due"]:
         visit(asked["due"])
+    pool = drawn.part(POOL)
+    collected += collect_from_sources(folder, settings, candidate, data, list(kept), names, sources, pool)
     grouped = select(
         folder / "groups",
         settings=settings,
@@ -93,3 +108,9 @@ def pooled_batch(
         round_number=round_number,
     )
     return Batch(grouped, collected, [drawn, *scored])
+
+
+def _start(settings: Settings) -> Manifest | None:
+    """The pool that a training begins with."""
+    start = settings.scaffold.pool.start
+    return Manifest.of(Path(start)) if start else None

@@ -8,6 +8,7 @@ from tasks.candidate import Candidate
 from tasks.optimize import PROGRAM, RECORDS, TRIALS, optimize
 from tasks.step import Manifest
 from tasks.tracking import StageRun
+from twofold.programs import load_pipeline
 from twofold.records import read_json
 from twofold.settings import Settings
 
@@ -22,9 +23,9 @@ def optimize_prompts(
     dev = evaluate_on("dev", folder / "dev", settings, better, data)
     run.log({f"prompts/{name}": value for name, value in found.metrics.items()}, 1)
     run.log(on_dev(dev), 1)
-    run.log_prompts(candidate.pipeline, program)
+    run.log_prompts(load_pipeline(candidate.pipeline), program)
     trials = read_json(found.folder / TRIALS)["trials"]
     columns = ("program", "score", "n", "full")
     history = [{"trial": k, **{name: trial[name] for name in columns}} for k, trial in enumerate(trials)]
-    records = {name: found.folder / name for name in (TRIALS, RECORDS)}
+    records = {name: found.folder / name for name in (TRIALS, RECORDS)} | {"dev": dev.folder}
     return Made([(better, dev)], spent_on([found, dev]), history, records)

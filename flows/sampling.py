@@ -8,8 +8,10 @@ from typing import Any
 from tasks.candidate import Candidate
 from tasks.collect import collect, shards
 from tasks.evaluate import evaluate
+from tasks.source import Source
 from tasks.step import Manifest
 from twofold.examples import example_id, read_examples
+from twofold.records import STUDENT
 from twofold.settings import Settings
 
 SPENT = ("rollouts", "tokens_in", "tokens_out", "seconds", "money")
@@ -42,9 +44,12 @@ def collect_for_training(
     examples: list[str],
     names: list[str | int],
     pool: Manifest | None = None,
+    source: Source | None = None,
 ) -> list[Manifest]:
-    """Rollouts of one round, named by `names`: `weights.rollouts_per_example` for each example, or prompt of a pool."""
+    """Rollouts of one round, named by `names`: the student's share for each example or prompt of a pool, or the
+    source's."""
     weights = settings.weights
+    count = source.rollouts if source else weights.rollouts_by_source[STUDENT]
     return [
         collect(
             folder / f"rollouts-{shard}",
@@ -53,15 +58,36 @@ def collect_for_training(
             data=data,
             split="train",
             examples=examples,
-            per_example=weights.rollouts_per_example,
-            names=names,
+            per_example=count,
+            names=[*names, source.name] if source else names,
             draw=weights.draw,
             parse_retries=0,
             judge="metric",
             shard=shard,
             pool=pool,
+            source=source,
         )
-        for shard in shards(settings, len(examples) * weights.rollouts_per_example)
+        for shard in shards(settings, len(examples) * count)
+    ]
+
+
+def collect_from_sources(
+    folder: Path,
+    settings: Settings,
+    candidate: Candidate,
+    data: Manifest,
+    examples: list[str],
+    names: list[str | int],
+    sources: Sequence[Source],
+    pool: Manifest | None = None,
+) -> list[Manifest]:
+    """Rollouts of all sources on these examples."""
+    return [
+        shard
+        for one in sources
+        for shard in collect_for_training(
+            folder / "sources" / one.name, settings, candidate, data, examples, names, pool, one
+        )
     ]
 
 

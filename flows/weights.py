@@ -1,6 +1,7 @@
 """Step `w` of a strategy: mmGRPO on the weights, under the program as it is.
 
-One round: collect rollouts with the newest weights, group them, update the weights. Every few rounds, evaluate on dev.
+One round: collect rollouts with the newest weights, and those of teacher programs; group them, update the weights.
+Every few rounds, evaluate on dev.
 Which inputs a round trains on, `pool.py` says; how a teacher helps with those that teach nothing, `teacher.py`.
 """
 
@@ -15,17 +16,20 @@ from flows.teacher import Taught, teach_beside
 from tasks.candidate import Candidate
 from tasks.group import GROUPS
 from tasks.pool import ANSWERS, POOL
-from tasks.scaffold import check_teacher
 from tasks.score import SCORES
+from tasks.source import Source, sources_of
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from tasks.train import train
-from twofold import correction
+from twofold import bands, correction
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
 from twofold.endpoints import Spent
+from twofold.examples import read_examples
+from twofold.hints import read_hints
 from twofold.programs import load_pipeline
 from twofold.records import read_groups, read_rollouts, write_groups, write_rollouts
+from twofold.scaffolds import check_teacher
 from twofold.scores import read_scores, write_scores
 from twofold.settings import Correction, Settings
 
@@ -62,12 +66,14 @@ def train_weights(
     `number` tells this step from other trainings in the same strategy.
     """
     if settings.teaches:
-        check_teacher(settings, load_pipeline(settings.pipeline))
+        examples = read_examples(data.folder / "train.jsonl")
+        check_teacher(settings.scaffold, load_pipeline(settings.pipeline), examples)
+    sources = sources_of(settings, candidate, folder / "sources")
     rounds: list[Round] = []
     taught = Taught(None, Spent())
     evaluated: list[tuple[Candidate, Manifest]] = []
     for k in range(settings.weights.rounds):
-        done = train_round(folder / f"round-{k:04d}", settings, candidate, data, number, k, taught)
+        done = train_round(folder / f"round-{k:04d}", settings, candidate, data, number, k, taught, sources)
         candidate, taught = replace(candidate, checkpoint=done.checkpoint), done.taught
         rounds.append(done)
         if done.dev:
@@ -76,9 +82,11 @@ def train_weights(
     spent = {name: sum(done.spent[name] for done in rounds) for name in rounds[0].spent}
     history = [{"round": done.number, **done.metrics} for done in rounds]
     records = {"records": _records(folder / "records", rounds)}
+    records |= {f"dev/round-{done.number:04d}": done.dev.folder for done in rounds if done.dev}
     if settings.scaffold:
         _add_scores(folder / "records", rounds)
         records[POOL] = rounds[-1].checkpoint.folder / POOL
+        records[bands.FILE] = _bands(folder, rounds[-1], run)
         if settings.teaches:
             _add_attempts(folder / "records", rounds)
     return Made(evaluated, spent, history, records)
@@ -92,6 +100,7 @@ def train_round(
     number: int,
     round_number: int,
     taught: Taught,
+    sources: list[Source],
 ) -> Round:
     """One round from the candidate's checkpoint to the next, with an evaluation on dev when it is time for one.
 
@@ -99,9 +108,9 @@ def train_round(
     """
     done, last = round_number + 1, round_number + 1 == settings.weights.rounds
     if settings.scaffold:
-        batch = pooled_batch(folder, settings, candidate, data, number, round_number, taught.answers)
+        batch = pooled_batch(folder, settings, candidate, data, number, round_number, taught.answers, sources)
     else:
-        batch = next_batch(folder, settings, candidate, data, number, round_number)
+        batch = next_batch(folder, settings, candidate, data, number, round_number, sources)
     training = partial(
         train,
         folder / "checkpoint",
@@ -142,6 +151,16 @@ def _add_scores(folder: Path, rounds: list[Round]) -> None:
     write_scores([one for done in rounds for one in read_scores(done.grouped.folder / SCORES)], folder / SCORES)
 
 
+def _bands(folder: Path, last: Round, run: StageRun) -> Path:
+    """What was learned of inputs by the band of their score."""
+    hints = read_hints(last.checkpoint.folder / POOL)
+    rows = read_scores(folder / "records" / SCORES)
+    found = bands.learning(rows, {row.example_id for row in rows} - hints.keys())
+    bands.write_bands(found, folder / bands.FILE)
+    run.log(bands.metrics(found), last.number)
+    return folder / bands.FILE
+
+
 def _add_attempts(folder: Path, rounds: list[Round]) -> None:
     """All that the teacher tried, and the rollouts in which the student tried its hints."""
     answered = [(done.number, done.taught.answers) for done in rounds if done.taught.answers]
@@ -164,6 +183,8 @@ def _said(done: Round) -> str:
     said = [f"reward {found['reward']:.3f}" if "reward" in found else "no input to draw"]
     if "kept" in found:
         said.append(f"kept {found['kept']:.0f} of {found['drawn']:.0f} drawn")
+    if "sources/rollouts" in found:
+        said.append(f"{found['sources/rollouts']:.0f} rollouts of sources, {found['sources/lost']:.0f} lost")
     if done.dev:
         said.append(f"dev {done.dev.metrics['score']:.3f}")
     return ", ".join(said)

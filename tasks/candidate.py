@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING
 import dspy
 from transformers.utils import logging
 
+from tasks import WORK
 from tasks.step import Manifest
-from twofold import digests, policy, programs
+from twofold import digests, policy, programs, servers
 from twofold.records import BASE_POLICY, SHARED
 from twofold.sampling import Engine
 from twofold.sampling.local import LocalEngine
 from twofold.sampling.vllm import VLLMEngine
+from twofold.servers import Server
 from twofold.settings import Settings
 
 if TYPE_CHECKING:
     from twofold.trainer import Trainer
+
+ASKED = WORK / "endpoints"
+"""Where endpoints' answers are kept: what was once asked and paid stays, whatever else changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class Candidate:
     model: Manifest
     checkpoint: Manifest | None = None
     """Trained adapters; None for the base model."""
+    hosted: tuple[str | float, ...] = ()
+    """Name of the endpoint in `settings.hosted` that answers instead of the model, and what its answers depend on."""
 
     def open_program(self) -> dspy.Module:
         program = programs.load_pipeline(self.pipeline).program()
@@ -51,10 +58,16 @@ class Candidate:
             return digests.short(digests.of_json(names))
         return next(iter(names.values()), BASE_POLICY)
 
-    def open_engine(self, settings: Settings) -> tuple[Engine, dict[str, str]]:
-        """An engine that can answer for this candidate, and the policies to ask it for, by adapter."""
+    def open_engine(self, settings: Settings) -> tuple[Engine | Server, dict[str, str]]:
+        """What can answer for this candidate, and the policies to ask it for, by adapter."""
+        if self.hosted:
+            return _hosted(settings, self.hosted[0]), {}
         engine = _engine(self.model.folder, settings)
         return engine, {name: engine.load(folder) for name, folder in self.adapters.items()}
+
+    def open_endpoints(self, settings: Settings) -> dict[str, dspy.LM]:
+        """The LMs that the program and its metric ask by name."""
+        return _endpoints(settings, programs.load_pipeline(self.pipeline).endpoints)
 
     def open_trainer(self, settings: Settings) -> "Trainer":
         """A trainer that goes on from this candidate's weights."""
@@ -75,6 +88,16 @@ def _engine(model: Path, settings: Settings) -> Engine:
     if settings.sampling.engine == "vllm":
         return VLLMEngine(model, settings)
     return LocalEngine(model, settings)
+
+
+@lru_cache(maxsize=1)
+def _endpoints(settings: Settings, needed: tuple[str, ...]) -> dict[str, dspy.LM]:
+    return servers.connect(settings.endpoints, needed, ASKED)
+
+
+@lru_cache(maxsize=1)
+def _hosted(settings: Settings, name: str) -> Server:
+    return servers.hosted(name, settings.hosted[name], ASKED)
 
 
 @lru_cache(maxsize=1)

@@ -5,17 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.candidate import Candidate
+from tasks.source import Source
 from tasks.step import Manifest, step
 from twofold import rollouts
+from twofold.endpoints import Ledger
 from twofold.examples import example_id, read_examples
 from twofold.hints import prompts, read_hints
 from twofold.programs import load_pipeline
-from twofold.records import tokens_of, write_rollouts
+from twofold.records import money_of, tokens_of, usage_of, write_rollouts
 from twofold.rollouts import Progress
-from twofold.settings import Draw, Settings
+from twofold.settings import Budget, Draw, Settings
 
 
-@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards"))
+@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards", "asked"))
 def collect(
     folder: Path,
     *,
@@ -31,6 +33,7 @@ def collect(
     judge: str,
     shard: int,
     pool: Manifest | None = None,
+    source: Source | None = None,
 ) -> dict[str, float]:
     """Write the rollouts of one shard.
 
@@ -40,6 +43,7 @@ def collect(
         names: what this collection is for; they name its seeds and begin its rollout ids.
         judge: `metric`, the reward, or `accuracy`, what programs are compared by.
         pool: where the hints of scaffolds lie; None knows no hints.
+        source: the program that runs in the candidate's place; None for the candidate itself.
     """
     pipeline = load_pipeline(candidate.pipeline)
     known = {example_id(example): example for example in read_examples(data.folder / f"{split}.jsonl")}
@@ -47,6 +51,7 @@ def collect(
     jobs = rollouts.plan_prompts(asked, per_example, settings.seed, *names)
     size = settings.sampling.shard_size
     engine, policies = candidate.open_engine(settings)
+    ledger = Ledger(Budget())
     found = rollouts.run(
         candidate.open_program(),
         jobs[shard * size : (shard + 1) * size],
@@ -55,12 +60,19 @@ def collect(
         settings,
         draw,
         policies,
+        source.open(candidate, settings, draw, ledger) if source else None,
+        endpoints=candidate.open_endpoints(settings),
         parse_retries=parse_retries,
         progress=_line(f"{'/'.join(map(str, names))} shard {shard}"),
     )
     write_rollouts(found, folder)
+    if source:
+        # Its calls hold the student's prompts, and not what was asked.
+        used = ledger.used()
+        return {"rollouts": float(len(found)), **used, **usage_of(found), "money": used["money"] + money_of(found)}
     calls = [call for rollout in found for call in rollout.calls]
-    return {"rollouts": float(len(found)), **{name: float(count) for name, count in tokens_of(calls).items()}}
+    tokens = {name: float(count) for name, count in tokens_of(calls).items()}
+    return {"rollouts": float(len(found)), **tokens, "money": money_of(found), **usage_of(found)}
 
 
 def shards(settings: Settings, wanted: int) -> range:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tasks.step import Manifest, step
 from twofold import evaluation
-from twofold.records import read_rollouts, write_json, write_rollouts
+from twofold.records import money_of, read_rollouts, usage_of, write_json, write_rollouts
 from twofold.seeds import derive
 from twofold.settings import Settings
 
@@ -20,5 +20,11 @@ def evaluate(folder: Path, *, settings: Settings, shards: list[Manifest]) -> dic
     write_rollouts(rollouts, folder)
     write_json(score, folder / SCORE)
     numbers = dataclasses.asdict(score)
-    statuses = numbers.pop("statuses")
-    return {**numbers, **{f"status/{name}": float(count) for name, count in statuses.items()}}
+    statuses, channels = numbers.pop("statuses"), numbers.pop("channels")
+    return {
+        **numbers,
+        **{f"status/{name}": float(count) for name, count in statuses.items()},
+        **{f"channel/{name}/{part}": value for name, found in channels.items() for part, value in found.items()},
+        **usage_of(rollouts),
+        "money": money_of(rollouts),
+    }

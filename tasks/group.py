@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import fmean
 
 from tasks.step import Manifest, step
-from twofold.groups import account, make_groups
-from twofold.records import Rollout, read_rollouts, write_groups, write_rollouts
+from twofold.groups import account, account_sources, make_groups, taking_part
+from twofold.records import Rollout, of_student, read_rollouts, usage_of, write_groups, write_rollouts
 from twofold.seeds import derive
 from twofold.settings import Settings
 
@@ -18,19 +18,25 @@ def group(folder: Path, *, settings: Settings, shards: list[Manifest], round_num
     """Write the round's rollouts and groups, and say where every rollout went."""
     rollouts = [rollout for shard in shards for rollout in read_rollouts(shard.folder)]
     seed = derive(settings.seed, "groups", round_number)
-    groups = make_groups(rollouts, settings.weights.groups, settings.rewards, seed)
+    compared = taking_part(rollouts)
+    groups = make_groups(compared, settings.weights.groups, settings.rewards, seed)
     write_rollouts(rollouts, folder)
     write_groups(groups, folder / GROUPS)
-    return {**means(rollouts), **account(rollouts, groups)}
+    counts = {**account(compared, groups), **account_sources(rollouts, groups)}
+    return {**means(rollouts), **usage_of(rollouts), **counts}
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean reward, and mean of each channel of the metric, where a failed rollout counts 0; of no rollouts nothing."""
-    if not rollouts:
+    """Mean reward of the student, and mean of each channel of its metric over the rollouts that have it.
+
+    A failed rollout has no channels: it must not look like one that leaked nothing. Of no rollouts nothing.
+    """
+    own = of_student(rollouts)
+    if not own:
         return {}
-    sums: dict[str, float] = defaultdict(float)
-    for rollout in rollouts:
+    found: dict[str, list[float]] = defaultdict(list)
+    for rollout in own:
         for name, value in rollout.channels.items():
-            sums[name] += value
-    channels = {name: total / len(rollouts) for name, total in sums.items()}
-    return {"reward": fmean(rollout.reward for rollout in rollouts), **channels}
+            found[name].append(value)
+    channels = {f"channel/{name}": fmean(values) for name, values in found.items()}
+    return {"reward": fmean(rollout.reward for rollout in own), **channels}

@@ -18,7 +18,7 @@ PROGRAM = "program"
 RECORDS = "records"
 
 
-@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards", "evaluate.draw", "prompts"))
+@step(reads=("seed", "model.device", "model.dtype", "sampling", "rewards", "evaluate.draw", "prompts", "asked"))
 def optimize(folder: Path, *, settings: Settings, candidate: Candidate, data: Manifest) -> dict[str, float]:
     """Write the best program, all that was tried, and the rollouts behind every score.
 
@@ -34,6 +34,7 @@ def optimize(folder: Path, *, settings: Settings, candidate: Candidate, data: Ma
         settings,
         policies,
         folder.parent / "evaluations",
+        candidate.open_endpoints(settings),
         _line(sys.stderr),
     )
     save_state(found.program, folder / PROGRAM / STATE)

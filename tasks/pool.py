@@ -15,10 +15,10 @@ from twofold import pool as pools
 from twofold.asking import join, read_answers
 from twofold.eps import Verdict
 from twofold.examples import example_id, read_examples
-from twofold.groups import account, make_groups
+from twofold.groups import account, account_sources, make_groups, taking_part
 from twofold.hints import read_hints, write_hints
 from twofold.pool import Pool, read_pool, write_pool
-from twofold.records import read_json, read_rollouts, write_groups, write_json, write_rollouts
+from twofold.records import read_json, read_rollouts, usage_of, write_groups, write_json, write_rollouts
 from twofold.scores import Scored, deciding_scores, of_examples, read_scores, write_scores
 from twofold.seeds import derive
 from twofold.settings import Settings
@@ -28,7 +28,7 @@ POOL = "pool"
 DRAWN = "drawn.json"
 
 
-@step(reads=("seed", "scaffold.pooling"))
+@step(reads=("seed", "scaffold.pooling", "weights.examples_per_round"))
 def draw(
     folder: Path,
     *,
@@ -41,20 +41,24 @@ def draw(
     """Write the pool as the round finds it, and the inputs the round may visit: those drawn, and those due.
 
     Args:
-        before: the pool after the round before; None begins a pool in which every training example is active.
+        before: the pool after the round before, or the one that the first round begins with; None begins a pool in
+            which every training example is active.
         answers: what the teacher's requests of the round before came to. They join here, before the refresh that may
             let their scaffolds into training.
     """
     periods = settings.scaffold.pooling
     examples = [example_id(example) for example in read_examples(data.folder / "train.jsonl")]
     pool, hints = (read_pool(before.folder), read_hints(before.folder)) if before else (pools.new_pool(examples), {})
+    if before and not round_number:
+        pool = pools.begin(pool, examples)
     if answers:
         pool, hints = join(pool, hints, read_answers(answers.folder / ANSWERS), round_number + 1)
     pool = pools.refresh(pool, round_number + 1, periods)
     write_pool(pool, folder / POOL)
     write_hints(hints, folder / POOL)
     drawn = pools.draw(pool, round_number + 1, periods, settings.seed)
-    due = pools.due(pool, round_number + 1, periods)
+    most = periods.reserve_batch or settings.weights.examples_per_round
+    due = pools.due(pool, round_number + 1, periods, most)
     write_json({"drawn": list(drawn), "due": list(due)}, folder / DRAWN)
     return {}
 
@@ -72,8 +76,8 @@ def select(
 ) -> dict[str, float]:
     """Write the round's rollouts and scores, the groups of the inputs that are kept, and the pool after the visits.
 
-    The groups are those that `group` would make of the kept inputs' rollouts. Inputs that were due are no part of the
-    mean reward, for they come in some rounds only.
+    The groups are those that `group` would make of the rollouts of inputs that are kept. Inputs that were due are no
+    part of the mean reward, for they come in some rounds only.
     """
     pool, hints = read_pool(drawn.folder / POOL), read_hints(drawn.folder / POOL)
     due = set(read_json(drawn.folder / DRAWN)["due"])
@@ -82,8 +86,9 @@ def select(
     rollouts = [rollout for shard in shards for rollout in read_rollouts(shard.folder)]
     trained = set(kept)
     chosen = [rollout for rollout in rollouts if rollout.example_id in trained]
+    compared = taking_part(chosen)
     seed = derive(settings.seed, "groups", round_number)
-    groups = make_groups(chosen, settings.weights.groups, settings.rewards, seed)
+    groups = make_groups(compared, settings.weights.groups, settings.rewards, seed)
     write_rollouts(rollouts, folder)
     write_groups(groups, folder / GROUPS)
     write_scores(rows, folder / SCORES)
@@ -93,7 +98,8 @@ def select(
     counts = {**_shares(rows, len(due)), **_sizes(pool), "kept": float(len(kept))}
     if settings.scaffold.teaches:
         counts |= _useful([row for row in of_examples(rows) if row.example_id in hints and row.example_id not in due])
-    return {**reward, **account(chosen, groups), **counts}
+    used = {**usage_of(rollouts), **account(compared, groups), **account_sources(chosen, groups)}
+    return {**reward, **used, **counts}
 
 
 def kept_in(scored: Manifest, settings: Settings) -> set[str]:

@@ -12,34 +12,16 @@ from tasks.score import SCORES
 from tasks.step import Manifest, step
 from twofold import asking, rollouts
 from twofold.asking import Answers, Case, Kept, cases_of, kept_ledger, read_answers, since, write_answers
-from twofold.endpoints import Ledger, Spent
-from twofold.errors import PipelineError
+from twofold.endpoints import Spent
 from twofold.examples import example_id, read_examples
 from twofold.hints import Prompt, read_hints
 from twofold.pool import read_pool
 from twofold.programs import Pipeline, load_pipeline
-from twofold.records import Rollout, read_rollouts, tokens_of, write_rollouts
-from twofold.scaffolds import make_teacher
+from twofold.records import Rollout, money_of, of_student, read_rollouts, tokens_of, usage_of, write_rollouts
+from twofold.scaffolds import WHERE, make_teacher
 from twofold.scores import read_scores
 from twofold.settings import Settings
 from twofold.trials import Trial, again, try_hints
-
-WHERE = "scaffold.teacher"
-
-
-def check_teacher(settings: Settings, pipeline: Pipeline) -> None:
-    """See to it that there is a teacher, and an input for its hints, before anything is trained.
-
-    Raises:
-        SettingsError: the pipeline has no such teacher, or the environment lacks the endpoint's key.
-        PipelineError: its teacher makes no program, or it names no input for hints.
-    """
-    make_teacher(settings.scaffold.teacher, pipeline, Ledger(settings.scaffold.teacher.budget), WHERE)
-    if not pipeline.hint_field:
-        raise PipelineError(
-            f"{pipeline.path}: scaffold.arm is {settings.scaffold.arm}, and no input takes its hints. Set HINT_FIELD "
-            "to the name of an input field."
-        )
 
 
 @step(reads=("scaffold.teacher", "scaffold.gate"))
@@ -87,6 +69,7 @@ def ask(
         "scaffold.eps",
         "scaffold.teacher",
         "scaffold.gate",
+        "asked",
     )
 )
 def trial(
@@ -107,11 +90,12 @@ def trial(
     """
     pipeline = load_pipeline(candidate.pipeline)
     engine, policies = candidate.open_engine(settings)
-    program = candidate.open_program()
+    endpoints, program = candidate.open_endpoints(settings), candidate.open_program()
 
     def run(kind: Trial, prompts: list[Prompt], count: int) -> list[Rollout]:
         jobs = rollouts.plan_prompts(prompts, count, settings.seed, *names, kind)
-        return rollouts.run(program, jobs, pipeline.metric, engine, settings, settings.weights.draw, policies)
+        draw = settings.weights.draw
+        return rollouts.run(program, jobs, pipeline.metric, engine, settings, draw, policies, endpoints=endpoints)
 
     answers = read_answers(asked.folder / ANSWERS)
     cases = _cases(settings, pipeline, data, grouped)
@@ -123,6 +107,8 @@ def trial(
     open_again = sum(again(one, retries) for one in judged)
     return {
         "rollouts": float(len(made)),
+        "money": money_of(made),
+        **usage_of(made),
         "again": float(open_again),
         **{name: float(count) for name, count in tokens.items()},
     }
@@ -132,6 +118,6 @@ def _cases(settings: Settings, pipeline: Pipeline, data: Manifest, grouped: Mani
     """The queue of the round's pool, by prompt."""
     examples = {example_id(example): example for example in read_examples(data.folder / "train.jsonl")}
     pool = grouped.folder / POOL
-    rows, tried = read_scores(grouped.folder / SCORES), read_rollouts(grouped.folder)
+    rows, tried = read_scores(grouped.folder / SCORES), of_student(read_rollouts(grouped.folder))
     found = cases_of(read_pool(pool), read_hints(pool), examples, tried, rows, settings.scaffold, pipeline.hint_field)
     return {case.prompt_id: case for case in found}

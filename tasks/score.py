@@ -5,7 +5,7 @@ from pathlib import Path
 from tasks.candidate import Candidate
 from tasks.step import Manifest, step
 from twofold.groups import make_groups
-from twofold.records import read_rollouts
+from twofold.records import of_student, read_rollouts
 from twofold.scores import score_visit, write_scores
 from twofold.seeds import derive
 from twofold.settings import Settings
@@ -17,8 +17,8 @@ SCORES = "scores.parquet"
 def score(
     folder: Path, *, settings: Settings, candidate: Candidate, shards: list[Manifest], round_number: int
 ) -> dict[str, float]:
-    """Write a score for each example and each group of the rollouts that the candidate made."""
-    rollouts = [rollout for shard in shards for rollout in read_rollouts(shard.folder)]
+    """Write a score for each example and each group of the rollouts that the candidate made, sources left aside."""
+    rollouts = of_student([rollout for shard in shards for rollout in read_rollouts(shard.folder)])
     seed = derive(settings.seed, "groups", round_number)
     rows = score_visit(
         rollouts,

@@ -2,7 +2,8 @@
 
 A full run (all stages with the same settings and data) is one parent run, found again by its tag, because each stage is
 a process of its own. A stage is a child run; a checkpoint is a LoggedModel of that child, linked to the data's digest.
-MLflow gets numbers, names and digests, never examples or answers; weights stay in DVC.
+MLflow gets numbers, names and digests, never examples or answers; weights stay in DVC. Of a pipeline that calls fields
+private it gets no optimized instructions either, for whoever wrote them has read examples.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tasks import WORK
 from tasks.step import Manifest
 from twofold import digests
-from twofold.programs import STATE, instructions_at
+from twofold.programs import STATE, Pipeline, instructions_at
 from twofold.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,10 +69,12 @@ class StageRun:
         self.client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, self.offset + step)])
         return model.model_id
 
-    def log_prompts(self, pipeline: str, program: Manifest) -> None:
+    def log_prompts(self, pipeline: Pipeline, program: Manifest) -> None:
         """Register each module's instructions as a version of a prompt. Demos are data, and stay out of MLflow."""
+        if pipeline.private:
+            return
         for module, instructions in instructions_at(program.folder / STATE).items():
-            name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{pipeline}.{self.stage}.{module}")
+            name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{pipeline.name}.{self.stage}.{module}")
             known = self.client.load_prompt(name, allow_missing=True)
             if known is None or known.template != instructions:
                 self.client.register_prompt(name, instructions, tags={"program": program.digest, "run": self.run_id})

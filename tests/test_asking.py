@@ -6,7 +6,6 @@ from pathlib import Path
 import dspy
 import pytest
 
-from tasks.scaffold import check_teacher
 from twofold import leaks
 from twofold.asking import (
     Answers,
@@ -29,9 +28,9 @@ from twofold.hints import Placed, lineage, prompts, read_hints, write_hints
 from twofold.pool import new_pool, visit
 from twofold.programs import load_pipeline
 from twofold.records import Rollout
-from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding, request_for
+from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding, check_teacher, request_for
 from twofold.scores import Scored
-from twofold.settings import Eps, Pooling, Scaffold, Settings, Teacher
+from twofold.settings import Eps, Pooling, Scaffold, Teacher
 from twofold.trials import again, try_hints, waits
 
 EPS = Eps(visits_before_teacher=1)
@@ -273,14 +272,20 @@ def test_answers_join_the_pool_with_their_texts(tmp_path: Path) -> None:
 
 
 def test_what_a_teacher_lacks_is_said_at_the_start(monkeypatch) -> None:
-    settings, desk = Settings(scaffold=SCAFFOLD), load_pipeline("helpdesk")
-    check_teacher(settings, desk)
+    desk, examples = load_pipeline("helpdesk"), [dspy.Example(id="m1", message="Brr.").with_inputs("message")]
+    check_teacher(SCAFFOLD, desk, examples)
     with pytest.raises(PipelineError, match=r"no input takes its hints\. Set HINT_FIELD"):
-        check_teacher(settings, replace(desk, hint_field=None))
+        check_teacher(SCAFFOLD, replace(desk, hint_field=None), examples)
+    with pytest.raises(PipelineError, match=r"'subject', which is no text input of example m1"):
+        check_teacher(SCAFFOLD, replace(desk, hint_field="subject"), examples)
     with pytest.raises(SettingsError, match=r"scaffold\.teacher\.kind .*`scaffold`"):
-        check_teacher(settings, replace(desk, scaffold=None))
+        check_teacher(SCAFFOLD, replace(desk, scaffold=None), examples)
     monkeypatch.delenv("NO_KEY", raising=False)
     endpoint = {"model": "m", "base_url": "http://127.0.0.1:9", "key": "NO_KEY"}
     served = SCAFFOLD.model_copy(update={"teacher": Teacher(kind="endpoint", endpoint=endpoint)})
     with pytest.raises(SettingsError, match="no variable NO_KEY"):
-        check_teacher(settings.model_copy(update={"scaffold": served}), desk)
+        check_teacher(served, desk, examples)
+    program = SCAFFOLD.model_copy(update={"teacher": Teacher(kind="program")})
+    mute = replace(desk, teacher=lambda: dspy.ChainOfThought("input -> hint"))
+    with pytest.raises(SettingsError, match=r"endpoint is null, .* these modules have no LM: predict\."):
+        check_teacher(program, mute, examples)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import dspy
@@ -15,10 +16,12 @@ from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
 from twofold.cli import main
 from twofold.endpoints import Spent
 from twofold.eps import score
-from twofold.hints import write_hints
+from twofold.hints import read_hints, write_hints
 from twofold.leaks import Verdict
 from twofold.plan import examples_of_round, prompt_tokens, work
-from twofold.pool import new_pool, visit, write_pool
+from twofold.pool import at_round, new_pool, read_pool, visit, write_pool
+from twofold.programs import load_pipeline, save_state
+from twofold.records import Rollout, write_rollouts
 from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding
 from twofold.settings import Eps, Pooling, Settings
 
@@ -79,6 +82,34 @@ def test_errors_are_said_in_words(
     assert said.startswith("error: ")
     assert message in said
     assert "Traceback" not in said
+
+
+SERVER = {"model": "m", "base_url": "http://127.0.0.1:9/v1", "key": "NO_SUCH_KEY"}
+
+
+@pytest.mark.parametrize(
+    ("more", "scaffold", "message"),
+    [
+        ("", {"arm": "whole"}, "pipeline with a function `scaffold`, and pipelines/tiny.py has none"),
+        ("", {"arm": "scaffold_only", "teacher": {"kind": "program"}}, "with a function `teacher`"),
+        ("", {"arm": "whole", "teacher": {"kind": "endpoint", "endpoint": SERVER}}, "no variable NO_SUCH_KEY"),
+        ("", {"arm": "whole", "teacher": {"kind": "endpoint"}}, "'endpoint' must name its model and base_url"),
+        ("scaffold = print", {"arm": "whole"}, "no input takes its hints. Set HINT_FIELD"),
+        ("scaffold = print; HINT_FIELD = 'txt'", {"arm": "whole"}, "'txt', which is no text input of example e0"),
+        ("", {"pool": {"start": "none"}}, "none/prompts.parquet is missing"),
+        ("", {"pool": {"start": "pool"}}, "1 prompts of the pool are no training examples: e6"),
+    ],
+)
+def test_check_finds_what_a_scaffold_lacks(
+    project: Path, capsys: pytest.CaptureFixture[str], more: str, scaffold: dict[str, object], message: str
+) -> None:
+    (project / "pipelines/tiny.py").write_text(f"{PIPELINE}\n\n{more}\n")
+    write_pool(new_pool(["e0", "e6"]), project / "pool")
+    settle(project, scaffold=scaffold)
+    assert main(["check"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
 
 
 def test_missing_settings_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,18 +174,36 @@ def test_work_by_hand() -> None:
     assert planned[1].tokens_out == 72 * 6
 
 
+def test_the_plan_has_the_rollouts_of_sources(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = {"name": "wise", "share": 0.3, "program": "wise.json"}
+    changes = {"strategies": {"weights": ["w"]}, "weights": {**SETTINGS["weights"], "sources": [source]}}
+    settings = Settings.model_validate(SETTINGS | changes)
+    planned = work(settings, {"train": 6, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
+    # 4 · 0.3 = 1.2: one of four rollouts is the source's.
+    assert [(one.what, one.rollouts) for one in planned[1:3]] == [
+        ("0-w: 3 rounds x 3 x 3", 27),
+        ("0-w: 3 rounds x 3 x 1 of wise", 9),
+    ]
+    settle(project, **changes)
+    assert main(["check"]) == 2
+    assert "weights.sources: wise: there is no wise.json" in capsys.readouterr().err
+    save_state(load_pipeline("tiny").program(), project / "wise.json")
+    assert main(["check"]) == 0
+    assert "of wise" in capsys.readouterr().out
+
+
 def test_work_with_a_pool_by_hand() -> None:
     scaffold = {"pool": {"max_draws": 5, "reserve_every": 4, "recheck_every": 3}}
     changes = {"scaffold": scaffold, "strategies": {"weights": ["w"]}}
     weights = {**SETTINGS["weights"], "rounds": 9}
     settings = Settings.model_validate(SETTINGS | changes | {"weights": weights})
     planned = work(settings, {"train": 20, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
-    # 9 rounds draw 5 of 4 rollouts each. All 20 examples may be in reserve in rounds 4 and 8; or solved in round 1, and
-    # due in rounds 4 and 7.
-    assert [one.rollouts for one in planned] == [4, 9 * 5 * 4, (2 + 2) * 20 * 4, 5 * 4, 5]
+    # 9 rounds draw 5 of 4 rollouts each, and look at 3 more at most.
+    assert [one.rollouts for one in planned] == [4, 9 * 5 * 4, 9 * 3 * 4, 5 * 4, 5]
     assert "at most" in planned[1].what
+    # Both examples may be in reserve in rounds 4 and 8; or solved in round 1, and due in rounds 4 and 7.
     few = work(settings, {"train": 2, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
-    assert few[1].rollouts == 9 * 2 * 4
+    assert [one.rollouts for one in few[1:3]] == [9 * 2 * 4, (2 + 2) * 2 * 4]
 
 
 def test_work_with_a_teacher_by_hand() -> None:
@@ -165,10 +214,10 @@ def test_work_with_a_teacher_by_hand() -> None:
     changes = {"scaffold": scaffold, "strategies": {"weights": ["w"]}, "weights": weights}
     settings = Settings.model_validate(SETTINGS | changes)
     planned = work(settings, {"train": 20, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
-    # 45 draws, and in round 9 each of 20 originals may be in reserve together with a scaffold. Every second visit may
-    # queue a prompt; each of two hints has 3 rollouts without the question, 3 blind ones, and 2 with both.
-    prompts = (9 * 5 + 1 * 2 * 20) // 2
-    assert [one.rollouts for one in planned][1:4] == [9 * 5 * 4, 2 * 20 * 4, prompts * 2 * 8]
+    # 45 draws, and 3 more are looked at in each round, for 40 may be in reserve. Every second visit may queue a prompt;
+    # each of two hints has 3 rollouts without the question, 3 blind ones, and 2 with both.
+    prompts = (9 * 5 + 9 * 3) // 2
+    assert [one.rollouts for one in planned][1:4] == [9 * 5 * 4, 9 * 3 * 4, prompts * 2 * 8]
     assert planned[3].what == f"0-w: at most {prompts} x 2 hints x 8"
 
 
@@ -192,8 +241,9 @@ def test_pool_show(pooled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "1 active, 1 reserve, 1 solved" in shown
     assert cells(shown) == [
-        ["a", "reserve", "1", "1", "too_hard", "0.000", "0.000"],
-        ["[b]", "solved", "1", "2", "solved", "0.000", "1.000"],
+        # Beta(1, 3) and Beta(3, 1): the cube roots of 0.975 and 0.025 are 0.992 and 0.292.
+        ["a", "reserve", "1", "1", "too_hard", "0.000", "2", "0.000", "(0.008", "to", "0.708)"],
+        ["[b]", "solved", "1", "2", "solved", "0.000", "2", "1.000", "(0.292", "to", "0.992)"],
         ["c", "active", "0"],
     ]
     assert main(["pool", "show", str(pooled), "--round", "1"]) == 0
@@ -211,9 +261,29 @@ def test_pool_diff(pooled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cells(capsys.readouterr().out) == [["a", "reserve", "active"], ["[b]", "solved", "active"]]
 
 
+def test_pool_restore(pooled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hints({}, pooled)
+    out = pooled.parent / "restored"
+    assert main(["pool", "restore", str(pooled), "--round", "1", str(out)]) == 0
+    assert "the pool after round 1: 2 active, 1 reserve" in capsys.readouterr().out
+    assert read_pool(out) == at_round(read_pool(pooled), 1)
+    assert main(["pool", "diff", str(pooled), str(out), "--round-a", "1"]) == 0
+    assert "prompts that differ: 0" in capsys.readouterr().out
+    assert main(["pool", "restore", str(pooled), "--round", "2", str(out)]) == 2
+    assert "is not empty. Name a new folder" in capsys.readouterr().err
+
+
+def test_a_restored_pool_has_the_hints_of_its_scaffolds(taught: Path) -> None:
+    for number, known in ((1, set()), (2, {"[a]+1"})):
+        out = taught / f"after-{number}"
+        assert main(["pool", "restore", str(taught / "pool"), "--round", str(number), str(out)]) == 0
+        assert read_hints(out).keys() == known
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["restore", "pool", "out", "--round", "3"], "nothing is logged for round 3"),
         (["show", "none"], "none/prompts.parquet is missing"),
         (["show", "pool", "--round", "3"], "nothing is logged for round 3. Name one from 0, before the first, to 2."),
         (["diff", "pool", "pool", "--round-b", "-1"], "nothing is logged for round -1"),
@@ -260,6 +330,8 @@ def taught(tmp_path: Path) -> Path:
     write_pool(pool, tmp_path / "pool")
     write_hints(hints, tmp_path / "pool")
     write_attempts(attempts_of(1, answers), tmp_path / "records" / ATTEMPTS)
+    tried = [Rollout(f"weights/0/0/[a]/{k}", "[a]", 0, "student", (), {"team": "[red]"}, 0.0) for k in range(2)]
+    write_rollouts([*tried, replace(tried[0], rollout_id="weights/0/0/b/0", example_id="b")], tmp_path / "records")
     return tmp_path
 
 
@@ -272,7 +344,8 @@ def test_scaffolds_show(taught: Path, name: str, capsys: pytest.CaptureFixture[s
     assert cells(shown) == [
         ["1", "[a]", "1", "gate/answer", "It", "is", "[blue].", "The", "hint", "says", "blue."],
         ["1", "[a]", "2", "admitted", "Look."],
-        ["1", "[a]", "active", "queued", "score", "too_hard", "0.000", "0.000"],
+        ["1", "[a]", "2", "0", "team:", "[red]"],
+        ["1", "[a]", "active", "queued", "score", "too_hard", "0.000", "2", "0.000", "(0.008", "to", "0.708)"],
         ["2", "[a]", "queued", "reserve", "hint_admitted"],
         ["2", "[a]+1", "-", "refresh", "hint_admitted"],
     ]

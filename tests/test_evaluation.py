@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_tokens_formats_and_statuses_are_counted():
     assert found.format_rate == 2 / 4
     assert (found.tokens_in, found.tokens_out) == (3 * 5 + 5, 2 * 5 + 7)
     assert found.statuses == {"lm_error": 1, "ok": 2, "parse_error": 1}
+
+
+def test_channels_are_averaged_over_the_rollouts_that_have_them():
+    rollouts = [
+        replace(rollout("a", 0.5), channels={"accuracy": 0.5, "leakage": 0.2}),
+        replace(rollout("a", 0.5), channels={"accuracy": 0.5, "leakage": 0.4}),
+        replace(rollout("b", 1.0), channels={"accuracy": 1.0, "leakage": 0.9}),
+        rollout("c", 0.0, status="lm_error"),
+    ]
+    found = score(rollouts, resamples=100, seed=0)
+    # `accuracy` is the reward here.
+    assert list(found.channels) == ["leakage"]
+    leakage = found.channels["leakage"]
+    assert (leakage.mean, leakage.n, found.n) == (pytest.approx((0.3 + 0.9) / 2), 2, 3)
+    assert 0.3 <= leakage.ci_low <= leakage.mean <= leakage.ci_high <= 0.9
 
 
 @pytest.mark.parametrize("share", [0.5, 0.2])

@@ -74,6 +74,12 @@ def test_run_leaves_all_it_should(checkout: Path) -> None:
     assert {row["strategy"] for row in csv.DictReader((checkout / "reports/rounds.csv").open())} >= {"weights"}
     for picture in ("scores", "rounds"):
         assert (checkout / f"reports/{picture}.png").read_bytes().startswith(b"\x89PNG")
+    page = (checkout / "reports/index.html").read_text()
+    shown = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert {one["purpose"] for one in shown["sets"]} == {"test", "dev", "training", "search"}
+    calls = [call for row in shown["rollouts"] for call in row["calls"]]
+    assert all("<|im_start|>" in shown["beginnings"][call["beginning"]] + call["prompt"] for call in calls)
+    assert len(read_rollouts(checkout / "reports/test/weights")) == 4
     trials = json.loads((checkout / "outputs/prompts/0-p/trials.json").read_text())["trials"]
     behind = {one.rollout_id.split("/")[1] for one in read_rollouts(checkout / "outputs/prompts/0-p/records")}
     assert {trial["program"] for trial in trials} <= behind

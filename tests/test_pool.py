@@ -20,6 +20,7 @@ from twofold.pool import (
     Pool,
     answer,
     at_round,
+    begin,
     counts,
     diff,
     draw,
@@ -251,15 +252,30 @@ def test_a_suspect_is_cleared_by_a_score(rewards, state):
 
 def test_reserve_is_due_every_few_rounds():
     pool = answered(visited(new_pool(["a", "b"]), 0, b=HARD), 0, "b")
-    assert [due(pool, r, PERIODS) for r in range(7)] == [(), (), (), ("b",), (), (), ("b",)]
+    assert [due(pool, r, PERIODS, 9) for r in range(4)] == [(), (), (), ("b",)]
+    pool = visited(pool, 3, b=HARD)
+    assert [due(pool, r, PERIODS, 9) for r in range(3, 7)] == [("b",), (), (), ("b",)]
 
 
 def test_solved_and_suspect_are_due_some_rounds_after_their_last_visit():
     pool = visited(new_pool("abc"), 1, a=SOLVED, b=HARD)
     pool = answered(pool, 2, "b", "useless")
-    assert [due(pool, r, PERIODS) for r in (4, 5, 6)] == [(), ("a",), ("a", "b")]
+    assert [due(pool, r, PERIODS, 9) for r in (4, 5, 6)] == [(), ("a",), ("a", "b")]
     pool = visited(pool, 6, a=SOLVED)
-    assert [due(pool, r, PERIODS) for r in (6, 9, 10)] == [("b",), ("b",), ("a", "b")]
+    assert [due(pool, r, PERIODS, 9) for r in (6, 9, 10)] == [("b",), ("b",), ("a", "b")]
+
+
+def test_a_round_looks_at_a_part_of_what_is_due_and_the_rest_stays_due():
+    """Five are in reserve from round 0 on, and one that was solved in round 1 is due in round 5."""
+    asleep = PERIODS.model_copy(update={"max_depth": 0})
+    pool = visited(new_pool("abcdef"), 0, periods=asleep, **dict.fromkeys("abcde", HARD))
+    pool = visited(pool, 1, f=SOLVED)
+    seen = []
+    for round_number in range(2, 9):
+        seen.append("".join(due(pool, round_number, asleep, 2)))
+        pool = visited(pool, round_number, periods=asleep, **dict.fromkeys(seen[-1], HARD))
+    # f joins the reserve in round 5, and the next look at reserve, in round 6, begins with those of round 3.
+    assert seen == ["", "ab", "cd", "ef", "ab", "cd", "ef"]
 
 
 @pytest.mark.parametrize(("rewards", "wait", "at_once"), [(MIXED, "active", "active"), (HARD, "active", "queued")])
@@ -362,6 +378,36 @@ def test_the_pool_of_an_earlier_round():
 
 def test_counts():
     assert counts(hinted()) == {"active": 2, "queued": 0, "refresh": 0, "reserve": 1, "solved": 0, "suspect": 0}
+
+
+def test_a_training_goes_on_from_the_pool_of_another():
+    pool = visited(at_round(hinted(), 1), 1, b=SOLVED)
+    begun = begin(pool, "bac")
+    assert states(begun) == "b:solved a:reserve c:active a+1:refresh"
+    assert [row.round for row in begun.log] == [-1, 0, 0, 0]
+    assert at_round(begun, 0) == begun
+    assert moves(begun) == moves(pool)
+    # b is looked at four rounds after it was solved, and a with the reserve.
+    assert [due(begun, r, PERIODS, 9) for r in (2, 3, 4)] == [(), ("a",), ("b", "a")]
+    assert states(refresh(begun, 2, PERIODS)) == "b:solved a:reserve c:active a+1:active"
+
+
+def test_what_was_queued_is_visited_again_and_needs_no_second_miss():
+    eps = Eps(visits_before_teacher=2)
+    pool = visited(visited(new_pool("a"), 4, eps, a=HARD), 6, eps, a=HARD)
+    begun = begin(pool, "a")
+    assert (pool.state("a"), moves(begun, 2)) == ("queued", [("a", "queued", "active", "begun")])
+    assert visited(begun, 1, eps, a=HARD).state("a") == "queued"
+    assert begin(begun, "a") == begun
+
+
+def test_a_new_pool_begins_as_it_is():
+    assert begin(new_pool("ab"), "ab") == new_pool("ab")
+
+
+def test_a_pool_of_other_examples_is_refused():
+    with pytest.raises(RecordError, match="2 prompts of the pool are no training examples: b, d"):
+        begin(visited(new_pool("abcd"), 0, a=HARD), "ac")
 
 
 # Errors
@@ -474,10 +520,10 @@ rewards = st.sampled_from([MIXED, HARD, HARD, HARD, SOLVED, FLAT])
 def lives(draws) -> tuple[list[Pool], Pooling]:
     """The pools of some rounds, the first one new, and their settings."""
     eps, own = draws(rules), draws(periods)
-    pools = [new_pool([f"e{i}" for i in range(draws(st.integers(1, 4)))])]
+    pools, most = [new_pool([f"e{i}" for i in range(draws(st.integers(1, 4)))])], draws(st.integers(1, 9))
     for round_number in range(draws(st.integers(1, 12))):
         pool = refresh(pools[-1], round_number, own)
-        chosen = draw(pool, round_number, own, seed=0) + due(pool, round_number, own)
+        chosen = draw(pool, round_number, own, seed=0) + due(pool, round_number, own, most)
         pool = visit(pool, round_number, {name: scored(draws(rewards), eps) for name in chosen}, eps, own)
         waiting = [name for name, state in pool.states().items() if state == "queued"]
         asked = draws(st.lists(st.sampled_from(waiting), unique=True)) if waiting else []
@@ -487,7 +533,6 @@ def lives(draws) -> tuple[list[Pool], Pooling]:
 
 
 @given(lives())
-@settings(deadline=None)
 def test_no_prompt_is_lost(life):
     pools, _ = life
     originals = pools[0].ids
@@ -502,7 +547,6 @@ def test_no_prompt_is_lost(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_every_change_is_logged_and_legal(life):
     pools, _ = life
     now = dict(pools[0].states())
@@ -518,7 +562,6 @@ def test_every_change_is_logged_and_legal(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_the_log_gives_the_pool_of_every_round(life):
     pools, _ = life
     for round_number, pool in enumerate(pools[1:]):
@@ -527,7 +570,6 @@ def test_the_log_gives_the_pool_of_every_round(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_of_a_family_all_but_the_deepest_are_in_reserve(life):
     pools, own = life
     for pool in pools:
@@ -543,7 +585,6 @@ def test_of_a_family_all_but_the_deepest_are_in_reserve(life):
 
 
 @given(lives())
-@settings(deadline=None)
 def test_no_prompt_becomes_suspect_that_was_once_not_too_hard(life):
     pools, _ = life
     log = pools[-1].log
@@ -556,7 +597,6 @@ def test_no_prompt_becomes_suspect_that_was_once_not_too_hard(life):
 
 
 @given(lives(), st.integers(0, 20), st.randoms())
-@settings(deadline=None)
 def test_the_order_in_which_things_come_in_changes_nothing(life, round_number, random):
     pools, own = life
     pool, round_number = pools[-1], len(pools) + round_number
@@ -570,7 +610,6 @@ def test_the_order_in_which_things_come_in_changes_nothing(life, round_number, r
 
 
 @given(lives(), st.integers(0, 50), st.integers(0, 2**40))
-@settings(deadline=None)
 def test_draws_are_distinct_active_prompts_with_the_fewest_turns_first(life, round_number, seed):
     pools, own = life
     pool = pools[-1]
@@ -584,7 +623,7 @@ def test_draws_are_distinct_active_prompts_with_the_fewest_turns_first(life, rou
 
 
 @given(lives())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_any_pool_comes_back_from_its_files(tmp_path_factory, life):
     folder: Path = tmp_path_factory.mktemp("pool")
     pool = life[0][-1]

@@ -17,10 +17,12 @@ from tasks.step import Manifest, Step
 from tasks.train import train
 from twofold.asking import Answers, write_answers
 from twofold.endpoints import Spent
+from twofold.errors import RecordError
 from twofold.examples import write_examples
 from twofold.hints import Placed, read_hints
 from twofold.leaks import Verdict
-from twofold.pool import counts, read_pool
+from twofold.pool import at_round, counts, read_pool
+from twofold.pool_view import restore
 from twofold.records import Call, Rollout, read_groups, read_json, read_rollouts, write_rollouts
 from twofold.scaffolds import PROGRAM, Attempt, Hint, Scaffolding
 from twofold.scores import of_examples, read_scores
@@ -31,8 +33,8 @@ CHECK = Verdict("effect", True)
 ROUNDS = {"reserve_every": 2, "recheck_every": 3, "max_draws": 3}
 
 
-def settings(arm: str = "filter_only", seed: int = 0) -> Settings:
-    scaffold = {"arm": arm, "eps": {"visits_before_teacher": 1}, "pool": ROUNDS}
+def settings(arm: str = "filter_only", seed: int = 0, **pool: int) -> Settings:
+    scaffold = {"arm": arm, "eps": {"visits_before_teacher": 1}, "pool": ROUNDS | pool}
     return Settings.model_validate({"seed": seed, "scaffold": scaffold, "weights": {"groups": {"size": 2}}})
 
 
@@ -43,7 +45,7 @@ def candidate() -> Candidate:
 
 
 def data(names: str) -> Manifest:
-    Path("data").mkdir()
+    Path("data").mkdir(exist_ok=True)
     write_examples([dspy.Example(id=name).with_inputs("id") for name in names], Path("data/train.jsonl"))
     return Manifest.of(Path("data"))
 
@@ -199,6 +201,36 @@ def test_a_hint_joins_is_trained_on_and_fades(workplace: Path) -> None:
     assert read_pool(made.folder / "pool").states() == {"a": "active", "b": "active", "a+1": None}
     asked, made = round_of(chosen, source, made.part("pool"), 4, a=MIXED, b=MIXED)
     assert sorted(asked["drawn"]) == ["a", "b"]
+
+
+def test_a_training_begins_with_a_restored_pool(workplace: Path) -> None:
+    """With its states, hints and misses; the round after the restored one is round 1."""
+    source, chosen = data("ab"), settings("whole")
+    _, made = round_of(chosen, source, None, 0, a=HARD, b=MIXED)
+    _, made = round_of(chosen, source, made.part("pool"), 1, taught("a", folder="hints"), a=HARD, b=SOLVED,
+                       hinted_a=HARD)  # fmt: skip
+    restore(made.folder / "pool", 2, Path("restored"))
+    shown = read_pool(Path("restored"))
+    assert shown.states() == {"a": "reserve", "b": "solved", "a+1": "queued"}
+    asked, made = round_of(chosen, data("abc"), Manifest.of(Path("restored")), 0, c=SOLVED, hinted_a=MIXED)
+    assert (sorted(asked["drawn"]), asked["due"]) == (["a+1", "c"], [])
+    pool = read_pool(made.folder / "pool")
+    assert pool.states() == {"a": "reserve", "b": "solved", "c": "solved", "a+1": "active"}
+    assert at_round(pool, 0).states() == shown.states() | {"c": "active", "a+1": "active"}
+    assert read_hints(made.folder / "pool") == {"a+1": Placed("a", "Look.", PROGRAM)}
+    with pytest.raises(RecordError, match="1 prompts of the pool are no training examples: b"):
+        round_of(chosen, data("a"), Manifest.of(Path("restored")), 0)
+
+
+def test_a_round_looks_at_no_more_than_reserve_batch_again(workplace: Path) -> None:
+    source, chosen = data("abc"), settings(reserve_batch=2)
+    rewards = {"a": HARD, "b": HARD, "c": HARD}
+    _, made = round_of(chosen, source, None, 0, **rewards)
+    seen = []
+    for number in (1, 2):
+        asked, made = round_of(chosen, source, made.part("pool"), number, **rewards)
+        seen.append(asked["due"])
+    assert seen == [["a", "b"], ["c"]]
 
 
 def test_scaffold_only_trains_on_all_it_draws(workplace: Path) -> None:

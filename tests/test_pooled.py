@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tasks.step import Manifest
-from tests.tiny import SETTINGS, environment, make_checkout
+from tests.tiny import SETTINGS, environment, fill, make_checkout
 from twofold.pool import STATES, at_round, counts, read_pool
 from twofold.records import read_checkpoint, read_groups, read_rollouts
 from twofold.scores import of_examples, read_scores
@@ -26,12 +26,11 @@ SCAFFOLD = {"arm": "filter_only", "eps": {"beta": 0.01}, "pool": {"reserve_every
 COMMAND = [sys.executable, "-m", "flows.strategy", "--name", "weights"]
 
 
-def make(folder: Path, **changes: Any) -> Path:
+def make(folder: Path, server: str, **changes: Any) -> Path:
     """A checkout with a pool, whose data and model are there."""
-    make_checkout(folder)
+    make_checkout(folder, server)
     change(folder, **{"scaffold": SCAFFOLD, "strategies": {"weights": ["w"]}, **changes})
-    for stage in ("prepare", "fetch_model"):
-        subprocess.run([sys.executable, "-m", f"flows.{stage}"], cwd=folder, env=environment(), check=True)
+    fill(folder)
     return folder
 
 
@@ -46,9 +45,9 @@ def train(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
     """A checkout in which the strategy has run with `filter_only`."""
-    folder = make(tmp_path_factory.mktemp("pooled") / "checkout")
+    folder = make(tmp_path_factory.mktemp("pooled") / "checkout", prefect_server)
     train(folder)
     return folder
 
@@ -131,7 +130,7 @@ def test_killed_between_two_visits_it_goes_on_to_the_same_bytes(checkout: Path, 
     shutil.rmtree(checkout / ".work/weights")
     shutil.rmtree(checkout / ".work/prefect/storage")
     with (tmp_path / "log").open("w") as log:
-        # A session of its own, so that Prefect's temporary server dies with it.
+        # A session of its own, so that its children die with it.
         killed = subprocess.Popen(
             COMMAND, cwd=checkout, env=environment(), stdout=log, stderr=log, start_new_session=True
         )
@@ -145,9 +144,10 @@ def test_killed_between_two_visits_it_goes_on_to_the_same_bytes(checkout: Path, 
     assert made(checkout) == wanted
 
 
-def test_a_training_in_which_nothing_is_kept_goes_through(tmp_path: Path) -> None:
+def test_a_training_in_which_nothing_is_kept_goes_through(tmp_path: Path, prefect_server: str) -> None:
     pool = {"max_draws": 3, "reserve_every": 9}
-    checkout = make(tmp_path / "checkout", scaffold={"eps": {"tau": 2.0, "visits_before_teacher": 1}, "pool": pool})
+    scaffold = {"eps": {"tau": 2.0, "visits_before_teacher": 1}, "pool": pool}
+    checkout = make(tmp_path / "checkout", prefect_server, scaffold=scaffold)
     said = train(checkout)
     assert "round 1: reward" in said
     assert "kept 0 of 3 drawn" in said

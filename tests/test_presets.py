@@ -8,6 +8,7 @@ from twofold import settings
 from twofold.cli import main
 from twofold.errors import SettingsError
 from twofold.presets import MODELS, TASKS, as_yaml, preset
+from twofold.programs import load_pipeline
 
 PAPER = {
     "weights.rounds": 750,
@@ -55,6 +56,8 @@ SMALL = {
     "banking77": {"data.dev": 100, "data.test": 200, "sampling.max_tokens": 64, "weights.groups.size": 8},
     "hotpotqa": {"data.test": None, "sampling.max_tokens": 48, "weights.context": 4096},
     "hover": {"data.train": 100, "data.dev": 20, "sampling.context": 8192, "weights.context": 8192},
+    "papillon": {"data.train": 48, "data.dev": 20, "sampling.context": 8192, "weights.context": 8192},
+    "papillon_offline": {"data.train": None, "sampling.max_tokens": 40, "weights.examples_per_round": 16},
 }
 
 
@@ -80,6 +83,14 @@ def test_a_small_model_has_settings_of_its_own_for_each_task(task):
     expected = common | SMALL[task]
     assert {name: value(found, name) for name in expected} == expected
     assert found.weights.context <= found.sampling.context
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_task_brings_the_endpoints_that_its_pipeline_asks(model):
+    for task in TASKS:
+        assert set(load_pipeline(task).endpoints) == set(preset(task, model).endpoints)
+    untrusted = preset("papillon", model).endpoints["untrusted"]
+    assert (untrusted.model, untrusted.key) == ("gpt-4.1-mini-2025-04-14", "OPENAI_API_KEY")
 
 
 def test_the_default_preset_is_the_projects_own_file():

@@ -104,6 +104,15 @@ def test_a_pipeline_without_its_parts_says_which(tmp_path):
         programs.load_pipeline("half", tmp_path)
 
 
+def test_private_fields_are_names(tmp_path):
+    text = "def program(): ...\ndef metric(): ...\ndef load(): ...\n"
+    (tmp_path / "some.py").write_text(f'{text}private = ("query", "note")\n')
+    (tmp_path / "one.py").write_text(f'{text}private = "query"\n')
+    assert programs.load_pipeline("some", tmp_path).private == ("query", "note")
+    with pytest.raises(PipelineError, match=r'Write private = \("query",\)'):
+        programs.load_pipeline("one", tmp_path)
+
+
 def test_a_pipeline_that_does_not_import_says_why(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     with pytest.raises(PipelineError, match=r"broken\.py cannot be imported: ModuleNotFoundError: .*no_such_package"):

@@ -22,6 +22,7 @@ from twofold.records import (
     read_checkpoint,
     read_groups,
     read_json,
+    read_outcomes,
     read_rollouts,
     write_groups,
     write_json,
@@ -73,6 +74,14 @@ def test_rollouts_come_back_as_they_were(tmp_path):
     written = [rollout(), failed, seen, replace(rollout("r/3", status="parse_error"), calls=(pictures,))]
     write_rollouts(written, tmp_path)
     assert read_rollouts(tmp_path) == written
+
+
+def test_some_rollouts_can_be_read_and_all_without_their_calls(tmp_path):
+    written = [rollout("r/0"), rollout("r/1", calls=0), rollout("r/2", calls=1)]
+    write_rollouts(written, tmp_path)
+    assert read_rollouts(tmp_path, ["r/2", "r/0", "r/9"]) == [written[0], written[2]]
+    assert read_rollouts(tmp_path, []) == []
+    assert read_outcomes(tmp_path) == [replace(one, calls=()) for one in written]
 
 
 @given(st.lists(st.tuples(TEXT, IDS, st.lists(NUMBER, max_size=5).map(tuple)), max_size=4), TEXT, NUMBER)
@@ -134,6 +143,17 @@ def test_a_newer_file_is_refused(tmp_path):
     (tmp_path / "m.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1}))
     with pytest.raises(RecordError, match="Update Twofold"):
         read_json(tmp_path / "m.json")
+
+
+def test_calls_of_version_1_are_on_policy(tmp_path):
+    write_rollouts([rollout()], tmp_path)
+    path = tmp_path / "calls.parquet"
+    old = pq.read_table(path).drop_columns("off_policy").replace_schema_metadata({"twofold_schema": "1"})
+    pq.write_table(old, path)
+    assert read_rollouts(tmp_path) == [rollout()]
+    pq.write_table(old.replace_schema_metadata({"twofold_schema": "2"}), path)
+    with pytest.raises(RecordError, match="not a file of Call records"):
+        read_rollouts(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}'])

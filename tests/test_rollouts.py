@@ -98,7 +98,7 @@ def test_a_rollout_holds_what_happened(tmp_path):
         return question.upper() if request.family == "first" else question + "!"
 
     program = Program(forward, first=dspy.Predict(Ask), second=dspy.Predict(Ask))
-    result = run(program, answer, "hello", metric=metric, policies={SHARED: "abc"}, source="student")
+    result = run(program, answer, "hello", metric=metric, policies={SHARED: "abc"})
     (rollout,) = result
     assert (rollout.rollout_id, rollout.example_id, rollout.source) == ("test/hello/0", "hello", "student")
     assert (rollout.status, rollout.error, rollout.reward) == ("ok", "", 1.0)

@@ -43,6 +43,11 @@ def test_an_empty_file_has_the_defaults(tmp_path):
             "scaffold:\n  pool: {max_draw: 3}\n",
             r":2: unknown key 'scaffold\.pool\.max_draw'\. Did you mean 'max_draws'",
         ),
+        (
+            "endpoints:\n  far: {model: m, base_url: u, price: 1}\n",
+            r":2: unknown key 'endpoints\.far\.price'\. Did you mean 'price_in'",
+        ),
+        ("hosted:\n  far: {model: m}\n", r":2: hosted\.far\.base_url: Field required"),
         ("sampling: {adapter: xlm}\n", r":1: sampling\.adapter: .*'plain', 'chat', 'json' or 'xml'"),
         ("sampling: {context: 10, max_tokens: 10}\n", r"max_tokens must be smaller than sampling\.context"),
         ("sampling: {engine: vllm}\n", r"'vllm' must name base_urls, or how many servers to start"),

@@ -11,8 +11,10 @@ import pytest
 from prefect import flow
 
 from tasks import tracking
+from tasks.group import means
 from tasks.step import Manifest, Step, publish, step
-from twofold.programs import STATE, save_state
+from twofold.programs import STATE, load_pipeline, save_state
+from twofold.records import Rollout
 from twofold.settings import Evaluate, Settings, Tracking
 
 
@@ -247,7 +249,15 @@ def test_tracking_address_is_no_parameter(tmp_path: Path, monkeypatch: pytest.Mo
     assert "geheim" not in str(parent.data)
 
 
+def test_a_rounds_channels_are_means_over_the_rollouts_that_have_them() -> None:
+    good = Rollout("a/0", "a", 0, "student", (), {}, 1.0, channels={"kept": 0.5})
+    failed = Rollout("a/1", "a", 0, "student", (), {}, 0.0, status="lm_error")
+    assert means([good, failed]) == {"reward": 0.5, "channel/kept": 0.5}
+    assert means([]) == {}
+
+
 def test_prompts_are_versioned_without_their_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helpdesk, papillon = load_pipeline("helpdesk"), load_pipeline("papillon")
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".work").mkdir()
     program = dspy.Predict(dspy.Signature("question -> answer", "Answer with {{care}}."))
@@ -257,10 +267,13 @@ def test_prompts_are_versioned_without_their_demos(tmp_path: Path, monkeypatch: 
         for instructions in ("Answer with {{care}}.", "Answer with {{care}}.", "Answer."):
             program.signature = program.signature.with_instructions(instructions)
             save_state(program, tmp_path / "program" / STATE)
-            run.log_prompts("helpdesk", Manifest.of(tmp_path / "program"))
+            run.log_prompts(helpdesk, Manifest.of(tmp_path / "program"))
+            # An optimizer that read private examples may have repeated them.
+            run.log_prompts(papillon, Manifest.of(tmp_path / "program"))
     newest = run.client.load_prompt("helpdesk.prompts.self")
     assert (newest.version, newest.template) == (2, "Answer.")
     assert run.client.load_prompt("prompts:/helpdesk.prompts.self/1").template == "Answer with {{care}}."
+    assert run.client.load_prompt("papillon.prompts.self", allow_missing=True) is None
     assert b"a private one" not in (tmp_path / ".work/mlflow.db").read_bytes()
 
 

@@ -1,5 +1,6 @@
 """A training with a teacher, through the real flow: hints are asked for, tried, joined and trained on."""
 
+import csv
 import os
 import shutil
 import signal
@@ -14,7 +15,8 @@ from transformers import AutoTokenizer
 
 from tests.test_pooled import COMMAND, change, history, made, train
 from tests.test_scaffolds import completion, hint_of, serving
-from tests.tiny import SETTINGS, environment, make_checkout
+from tests.tiny import SETTINGS, environment, fill, make_checkout
+from twofold import bands
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, read_attempts
 from twofold.hints import read_hints
@@ -87,21 +89,20 @@ SCAFFOLD = {
 }
 
 
-def make(folder: Path, **changes: Any) -> Path:
-    make_checkout(folder)
-    (folder / "pipelines/tiny.py").write_text(PIPELINE)
+def make(folder: Path, server: str, pipeline: str = PIPELINE, **changes: Any) -> Path:
+    make_checkout(folder, server)
+    (folder / "pipelines/tiny.py").write_text(pipeline)
     # Six rollouts of which each is right by even chance rarely tie.
     weights = {**SETTINGS["weights"], "examples_per_round": 4, "rollouts_per_example": 6, "groups": {"size": 6}}
     change(folder, **{"scaffold": SCAFFOLD, "strategies": {"weights": ["w"]}, "weights": weights, **changes})
-    for stage in ("prepare", "fetch_model"):
-        subprocess.run([*COMMAND[:2], f"flows.{stage}"], cwd=folder, env=environment(), check=True)
+    fill(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
     """A checkout in which the strategy has run with a scripted teacher."""
-    folder = make(tmp_path_factory.mktemp("taught") / "checkout")
+    folder = make(tmp_path_factory.mktemp("taught") / "checkout", prefect_server)
     train(folder)
     return folder
 
@@ -176,6 +177,20 @@ def test_no_evaluation_and_no_program_has_a_hint(checkout: Path) -> None:
     assert "hint" not in (checkout / "reports/compare.json").read_text().lower()
 
 
+def test_what_was_learned_by_band_is_published_and_reported(checkout: Path) -> None:
+    step = checkout / "outputs/weights/0-w"
+    rows = read_scores(step / "records/scores.parquet")
+    hints = read_hints(step / "pool")
+    found = bands.learning(rows, {row.example_id for row in rows} - hints.keys())
+    with (step / bands.FILE).open() as file:
+        shown = {row["band"]: (int(row["n"]), float(row["change"])) for row in csv.DictReader(file)}
+    assert shown == {band.band: (band.n, band.change) for band in found}
+    assert shown
+    subprocess.run([*COMMAND[:2], "flows.compare"], cwd=checkout, env=environment(), check=True, capture_output=True)
+    report = (checkout / "reports/compare.md").read_text()
+    assert all(f"| weights 0-w | {band.band} | {band.n} | {band.pairs} |" in report for band in found)
+
+
 def test_killed_between_answers_it_asks_none_again_and_ends_the_same(checkout: Path, tmp_path: Path) -> None:
     wanted, asked = made(checkout), (checkout / "asked.log").read_text()
     shutil.rmtree(checkout / "outputs/weights")
@@ -183,7 +198,7 @@ def test_killed_between_answers_it_asks_none_again_and_ends_the_same(checkout: P
     shutil.rmtree(checkout / ".work/prefect/storage")
     (checkout / "asked.log").unlink()
     with (tmp_path / "log").open("w") as log:
-        # A session of its own, so that Prefect's temporary server dies with it.
+        # A session of its own, so that its children die with it.
         killed = subprocess.Popen(
             COMMAND, cwd=checkout, env=environment(), stdout=log, stderr=log, start_new_session=True
         )
@@ -198,7 +213,7 @@ def test_killed_between_answers_it_asks_none_again_and_ends_the_same(checkout: P
     assert (checkout / "asked.log").read_text() == asked
 
 
-def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path) -> None:
+def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path, prefect_server: str) -> None:
     """Every kind of failure at once; each is counted, and so is what it cost."""
     answers = [
         429,
@@ -211,7 +226,7 @@ def test_whatever_a_server_does_the_rounds_are_as_many(tmp_path: Path) -> None:
         hint_of("The label is blue."),
         hint_of("Look twice."),
     ]
-    checkout = make(tmp_path / "checkout")
+    checkout = make(tmp_path / "checkout", prefect_server)
     with serving(*answers) as server:
         endpoint = server.settings(timeout=2.0, concurrency=1)
         teacher = {"kind": "endpoint", "endpoint": endpoint, "budget": {"calls": 14}}

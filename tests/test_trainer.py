@@ -696,3 +696,54 @@ def test_a_program_with_demos_is_trained_on_the_prompts_it_was_sampled_from(fold
     assert set(sampled_from) == expected
     assert all("An instruction that was proposed." in engine.tokenizer.decode(prompt) for prompt in expected)
     assert all(engine.tokenizer.decode(prompt).count("shown") == 2 for prompt in expected)
+
+
+def taught(rollouts: list[Rollout]) -> list[Rollout]:
+    """The same rollouts with every second one from a source: off-policy, and nobody's log-probabilities."""
+    mark = lambda call: replace(call, logprobs=(), off_policy=True)  # noqa: E731
+    return [replace(r, source="wise", calls=tuple(map(mark, r.calls))) if k % 2 else r for k, r in enumerate(rollouts)]
+
+
+def off_policy_gain(logps: torch.Tensor, rule: str) -> torch.Tensor:
+    """What has the gradient of one token's gain per unit of advantage: log p, or that times 0.1 p / (p + 0.1)²."""
+    p = logps.detach().exp()
+    return logps if rule == "one" else logps * 0.1 * p / (p + 0.1) ** 2
+
+
+@pytest.mark.parametrize(("rule", "beta"), [("one", 0.04), ("shaped", 0.0)])
+def test_off_policy_rows_have_a_gradient_of_their_own(folder, rule, beta):
+    """By hand: no ratio to an old policy, no clip, no KL; all else of the loss is that of the student's own rows."""
+    settings = settings_for(off_policy=rule, loss={"beta": beta}, micro_batch=5)
+    rollouts = taught(nudge(sampled(folder, settings)))
+    rows, dropped = rows_of(rollouts, grouped(rollouts, settings), settings.weights)
+    off = [row for row in rows if row.call.off_policy]
+    own = [row for row in rows if not row.call.off_policy]
+    assert (len(off), len(own)) == (6, 6)
+    assert not dropped["bad_logprobs"]
+    trainer = Trainer(folder, settings)
+    shake(trainer.model)
+    model = plain_model(folder, trainer)
+    _, found = gradients(trainer, rows)
+    share = sum(row.member_weight for row in own) / sum(row.member_weight for row in rows)
+    (share * hand_loss(model, own, settings)).backward()
+    for row in off:
+        gain = off_policy_gain(plain_logps(model, row.call), rule).mean() * row.advantage * row.member_weight
+        (-gain / sum(row.member_weight for row in rows)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_metrics_of_the_sampler_are_over_the_students_own_tokens(folder):
+    settings = settings_for()
+    rollouts = taught(sampled(folder, settings))
+    groups = grouped(rollouts, settings)
+    rows, _ = rows_of(rollouts, groups, settings.weights)
+    metrics = Trainer(folder, settings).update(rollouts, groups, 0)
+    assert (metrics["rows"], metrics["rows_off_policy"], metrics["updated"]) == (12, 6, 1)
+    own = sum(len(row.call.completion_ids) for row in rows if not row.call.off_policy)
+    assert metrics["tokens_own"] == own < metrics["tokens"]
+    assert metrics["sampler_gap"] <= 1e-4
+    only = [replace(r, calls=tuple(replace(c, logprobs=(), off_policy=True) for c in r.calls)) for r in rollouts]
+    alone = Trainer(folder, settings).update(only, groups, 0)
+    assert (alone["rows_off_policy"], alone["tokens_own"], alone["updated"]) == (12, 0, 1)

@@ -1,5 +1,6 @@
 """A model, a pipeline and a checkout so small that a whole run takes seconds."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -11,7 +12,15 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from twofold.models import fetch, folder_of
+from twofold.programs import load_pipeline
+from twofold.settings import load
+from twofold.splits import write_splits
+
 ROOT = Path(__file__).parent.parent
+
+PATIENCE = 600
+"""Seconds that a Prefect server may take to start, on a machine that does other things too."""
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -83,6 +92,8 @@ SETTINGS = {
         "proposal_tokens": 12,
     },
     "scaffold": None,
+    "endpoints": {},
+    "hosted": {},
     "strategies": {"vanilla": [], "prompts": ["p"], "weights": ["w"], "together": ["p", "w"]},
     "weights": {
         "rounds": 3,
@@ -127,14 +138,9 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make_checkout(folder: Path) -> Path:
-    """A checkout of this project with the tiny pipeline, its data, model and settings."""
-    for name in ("twofold", "tasks", "flows"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    ignored = (".gitignore", ".dvc/.gitignore", "data/.gitignore", "outputs/.gitignore")
-    for name in ("dvc.yaml", ".dvcignore", ".dvc/config", *ignored):
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+def make_checkout(folder: Path, server: str | None = None) -> Path:
+    """A checkout with the tiny pipeline, its data, model and settings; for `server` see `copy_project`."""
+    copy_project(folder, server)
     make_model(folder / "base")
     (folder / "pipelines").mkdir()
     (folder / "pipelines" / "tiny.py").write_text(PIPELINE)
@@ -142,17 +148,47 @@ def make_checkout(folder: Path) -> Path:
     lines = [f'{{"id": "e{k}", "text": "text number {k}"}}\n' for k in range(14)]
     (folder / "data" / "tiny" / "examples.jsonl").write_text("".join(lines))
     (folder / "params.yaml").write_text(yaml.safe_dump(SETTINGS))
+    commit(folder)
+    return folder
+
+
+def copy_project(folder: Path, server: str | None = None) -> None:
+    """Copy what every checkout has: the code but for the pipelines, and what DVC and git go by.
+
+    Args:
+        server: address of a Prefect server for its stages; else each starts one, which takes longer than its work.
+    """
+    for name in ("twofold", "tasks", "flows"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = (".gitignore", ".dvc/.gitignore", "data/.gitignore", "outputs/.gitignore")
+    for name in ("dvc.yaml", ".dvcignore", ".dvc/config", *ignored):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    if server:
+        (folder / "prefect.toml").write_text(f'[api]\nurl = "{server}"\n')
+
+
+def commit(folder: Path) -> None:
+    """Make it a git repository with everything in it."""
     for command in (
         ["init", "-q"],
         ["add", "."],
         ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "tiny"],
     ):
         subprocess.run(["git", *command], cwd=folder, check=True)
-    return folder
+
+
+def fill(folder: Path) -> None:
+    """Put data and model into a checkout, as its stages `data` and `model` do, without their processes."""
+    with contextlib.chdir(folder):
+        settings = load(Path("params.yaml"))
+        write_splits(load_pipeline(settings.pipeline), settings, Path("data/prepared"))
+        fetch(settings.model.source, folder_of(settings.model.source))
 
 
 def environment(**more: str) -> dict[str, str]:
     """The environment for commands in a checkout: this Python first on the path, and nothing of a surrounding run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "MLFLOW", "DVC"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**kept, "PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **more}
+    patience = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(PATIENCE)}
+    return {**kept, **patience, "PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **more}

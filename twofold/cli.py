@@ -9,6 +9,7 @@ from twofold.errors import TwofoldError
 
 if TYPE_CHECKING:
     from twofold.plan import Work
+    from twofold.programs import Pipeline
     from twofold.settings import Settings
 
 
@@ -18,8 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     _add_check(commands.add_parser("check", help="check settings, data and model, and show the plan of a run"))
     _add_preset(commands.add_parser("preset", help="write the settings file for a task and a model"))
-    _add_pool(commands.add_parser("pool", help="show the prompts that a training chose from"))
+    _add_pool(commands.add_parser("pool", help="the prompts that a training chose from: show, compare, restore"))
     _add_scaffolds(commands.add_parser("scaffolds", help="show what a teacher did for an input"))
+    _add_serve(commands.add_parser("serve", help="serve the settings' base model on this machine, for trying"))
     _add_export(commands.add_parser("export", help="write a strategy's result as a folder to ship"))
     options = vars(parser.parse_args(arguments))
     run = options.pop("run")
@@ -37,7 +39,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_preset(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", help="helpdesk, banking77, hover or hotpotqa")
+    parser.add_argument("task", help="helpdesk, banking77, hover, hotpotqa, papillon or papillon_offline")
     parser.add_argument("--model", default="smollm2", help="smollm2, qwen3-8b or llama3.1-8b (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("params.yaml"), help="file to write (%(default)s)")
     parser.set_defaults(run=write_preset)
@@ -54,6 +56,11 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
         diff.add_argument(name, type=Path, help="folder of a pool")
         diff.add_argument(f"--round-{name}", type=int, help=f"{name} as it was after this round (default: the last)")
     diff.set_defaults(run=diff_pools)
+    restore = actions.add_parser("restore", help="write the pool of an earlier round, to begin a training with")
+    restore.add_argument("folder", type=Path, help="such as outputs/weights/0-w/pool")
+    restore.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    restore.add_argument("--round", type=int, required=True, help="as it was after this round")
+    restore.set_defaults(run=restore_pool)
 
 
 def _add_scaffolds(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +70,12 @@ def _add_scaffolds(parser: argparse.ArgumentParser) -> None:
     show.add_argument("id", help="of the input, or of a scaffold of it")
     show.add_argument("folder", type=Path, help="what a training left, such as outputs/weights/0-w")
     show.set_defaults(run=show_scaffolds)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1 (%(default)s)")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="settings file (%(default)s)")
+    parser.set_defaults(run=serve)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -78,12 +91,15 @@ def check(params: Path) -> None:
     # Imported here, so that --help does not wait for DSPy.
     from tempfile import TemporaryDirectory
 
-    from twofold.examples import read_examples
+    from twofold.examples import example_id, read_examples
     from twofold.models import folder_of, outlook
     from twofold.plan import prompt_tokens, work
+    from twofold.pool import begin, read_pool
     from twofold.presets import as_yaml
     from twofold.programs import load_pipeline, modules
+    from twofold.scaffolds import check_teacher
     from twofold.settings import load
+    from twofold.sources import check as check_sources
     from twofold.splits import write_splits
 
     settings = load(params)
@@ -91,12 +107,18 @@ def check(params: Path) -> None:
     with TemporaryDirectory() as scratch:
         sizes = write_splits(pipeline, settings, Path(scratch))
         examples = read_examples(Path(scratch) / "train.jsonl")
+    if settings.teaches:
+        check_teacher(settings.scaffold, pipeline, examples)
+    if settings.scaffold and settings.scaffold.pool.start:
+        begin(read_pool(Path(settings.scaffold.pool.start)), [example_id(example) for example in examples])
     program = pipeline.program()
+    check_sources(settings.weights.sources, program)
     model = outlook(settings.model.source, folder_of(settings.model.source))
     print(as_yaml(settings))
     print(f"pipeline  {pipeline.path}: modules {', '.join(modules(program))}")
     print(f"data      {', '.join(f'{size} {split}' for split, size in sizes.items())}")
     print(f"model     {settings.model.source}: {model}")
+    _show_endpoints(settings, pipeline)
     _show(work(settings, sizes, len(modules(program)), prompt_tokens(program, examples)))
     _warn(settings)
 
@@ -128,6 +150,24 @@ def export_result(strategy: str, out: Path, params: Path, merged: bool) -> None:
     print(serve)
 
 
+def serve(port: int, params: Path) -> None:
+    """Answer requests in OpenAI's form with the base model, until it is interrupted."""
+    from twofold.models import fetch, folder_of
+    from twofold.sampling.local import LocalEngine
+    from twofold.serving import ModelServer
+    from twofold.settings import load
+
+    settings = load(params)
+    folder = folder_of(settings.model.source)
+    fetch(settings.model.source, folder)
+    with ModelServer(LocalEngine(folder, settings), port, settings.sampling.max_tokens) as server:
+        print(f"{settings.model.source} at {server.url}; Ctrl+C ends it.", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
 def show_pool(folder: Path, round: int | None) -> None:
     """Print a pool."""
     from twofold import pool_view
@@ -140,6 +180,13 @@ def diff_pools(a: Path, b: Path, round_a: int | None, round_b: int | None) -> No
     from twofold import pool_view
 
     pool_view.show_difference(a, b, round_a, round_b)
+
+
+def restore_pool(folder: Path, out: Path, round: int) -> None:
+    """Write a pool as it was."""
+    from twofold import pool_view
+
+    pool_view.restore(folder, round, out)
 
 
 def show_scaffolds(id: str, folder: Path) -> None:
@@ -164,6 +211,19 @@ def _show(planned: "list[Work]") -> None:
     table.add_section()
     table.add_row("total", "", *(f"{sum(getattr(one, name) for one in planned):,}" for name in numbers))
     Console().print(table)
+
+
+def _show_endpoints(settings: "Settings", pipeline: "Pipeline") -> None:
+    """A line for each server that is going to be asked; raises `SettingsError` when one or its key is missing."""
+    from twofold.endpoints import key_of
+    from twofold.servers import check_named
+
+    check_named(settings.endpoints, pipeline.endpoints)
+    for section in ("endpoints", "hosted"):
+        for name, one in getattr(settings, section).items():
+            key_of(one, f"{section}.{name}")
+            prices = f"{one.price_in:g} and {one.price_out:g} per million tokens in and out"
+            print(f"{section:9} {name}: {one.model} at {one.base_url}, key {one.key or 'none'}, {prices}")
 
 
 def _warn(settings: "Settings") -> None:

@@ -39,6 +39,10 @@ class BudgetError(Exception):
     """The budget allows no further request."""
 
 
+class AnswerError(ValueError):
+    """A server's answer is not in the form that it was asked for."""
+
+
 class Ledger:
     """The accounts of one budget. Thread-safe.
 
@@ -67,7 +71,7 @@ class Ledger:
         """
         with self._lock:
             if used := self._used_up():
-                raise BudgetError(f"The budget of {used} is used up. Raise it, or let training go on without hints.")
+                raise BudgetError(f"The budget of {used} is used up.")
             self._spent = replace(self._spent, calls=self._spent.calls + 1)
             self._keep(self._spent)
 
@@ -81,6 +85,11 @@ class Ledger:
                 money=self._spent.money + money,
             )
             self._keep(self._spent)
+
+    def used(self) -> dict[str, float]:
+        """Tokens and money, under flat metric names."""
+        spent = self.spent
+        return {"tokens_in": float(spent.tokens_in), "tokens_out": float(spent.tokens_out), "money": spent.money}
 
     def _used_up(self) -> str:
         """The first part of the budget that is used up, in words; empty when there is some of each left."""
@@ -110,7 +119,7 @@ class Pace:
 
 
 def key_of(endpoint: Endpoint | VLLM, place: str) -> str:
-    """The endpoint's key.
+    """The endpoint's key; a word that is none, where it needs none.
 
     Args:
         place: where the endpoint stands in the settings, such as `prompts.proposer`.
@@ -118,6 +127,8 @@ def key_of(endpoint: Endpoint | VLLM, place: str) -> str:
     Raises:
         SettingsError: the environment has no such variable.
     """
+    if endpoint.key is None:
+        return "none"
     key = os.environ.get(endpoint.key)
     if not key:
         raise SettingsError(
@@ -167,3 +178,25 @@ def lm_of(endpoint: Endpoint, place: str, max_tokens: int, temperature: float) -
         timeout=endpoint.timeout,
         cache=False,
     )
+
+
+def text_of(answer: Any) -> str | None:
+    """The text of a server's answer; None when the model refused, or a filter did.
+
+    Raises:
+        AnswerError: the answer is no chat completion.
+    """
+    try:
+        choice = answer.choices[0]
+        refused = choice.finish_reason == "content_filter" or choice.message.refusal
+        return None if refused else choice.message.content or ""
+    except (AttributeError, TypeError, IndexError) as error:
+        raise AnswerError("The server's answer is no chat completion with a choice.") from error
+
+
+def usage_of(answer: Any, messages: list[dict[str, Any]], text: str | None) -> tuple[int, int]:
+    """Tokens in and out. A server that does not say is charged one for each byte: more than it can be."""
+    if answer.usage:
+        return answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0
+    asked = sum(len(str(message["content"]).encode()) for message in messages)
+    return asked, len((text or "").encode())

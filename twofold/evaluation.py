@@ -5,7 +5,7 @@ Intervals are bootstrap intervals of the mean at 95%, bias-corrected and acceler
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import stdev
@@ -20,6 +20,17 @@ CONFIDENCE = 0.95
 
 _BATCH = 1000
 """Resamples held in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over examples, with its 95% interval."""
+
+    mean: float
+    ci_low: float
+    ci_high: float
+    n: int
+    """Examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,8 @@ class Score:
     tokens_out: int
     statuses: dict[str, int]
     """How many rollouts ended with each status."""
+    channels: dict[str, Mean]
+    """Of the metric's other numbers, over the rollouts that have them: those that failed have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +89,18 @@ def score(rollouts: Sequence[Rollout], resamples: int, seed: int) -> Score:
         RecordError: there are none.
     """
     means = _by_example(rollouts)
-    low, high = _interval(list(means.values()), resamples, seed)
+    whole = _mean(means, resamples, seed)
     calls = [call for rollout in rollouts for call in rollout.calls]
     return Score(
-        score=float(np.mean(list(means.values()))),
-        ci_low=low,
-        ci_high=high,
-        n=len(means),
+        score=whole.mean,
+        ci_low=whole.ci_low,
+        ci_high=whole.ci_high,
+        n=whole.n,
         format_rate=sum(all(call.parsed for call in rollout.calls) for rollout in rollouts) / len(rollouts),
         rollouts=len(rollouts),
         **tokens_of(calls),
         statuses=dict(sorted(Counter(rollout.status for rollout in rollouts).items())),
+        channels={name: _mean(found, resamples, seed) for name, found in _channels(rollouts).items()},
     )
 
 
@@ -97,7 +111,7 @@ def difference(a: Sequence[Rollout], b: Sequence[Rollout], resamples: int, seed:
         RecordError: there are no rollouts, or the two are not of the same examples.
     """
     gains = _gains(a, b)
-    low, high = _interval(gains, resamples, seed)
+    low, high = interval(gains, resamples, seed)
     return Difference(float(np.mean(gains)), low, high, len(gains))
 
 
@@ -132,13 +146,33 @@ def _by_example(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mean reward of each example, in order of the examples' ids."""
     if not rollouts:
         raise RecordError("There are no rollouts to score. Run the stage that makes them again.")
-    rewards: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        rewards.setdefault(rollout.example_id, []).append(rollout.reward)
-    return {example: sum(values) / len(values) for example, values in sorted(rewards.items())}
+    return _means((rollout.example_id, rollout.reward) for rollout in rollouts)
 
 
-def _interval(values: list[float], resamples: int, seed: int) -> tuple[float, float]:
+def _channels(rollouts: Sequence[Rollout]) -> dict[str, dict[str, float]]:
+    """Mean of each channel for each example; a channel that is the reward itself says nothing new."""
+    names = {k for rollout in rollouts for k, v in rollout.channels.items() if v != rollout.reward}
+    return {
+        name: _means((one.example_id, one.channels[name]) for one in rollouts if name in one.channels)
+        for name in sorted(names)
+    }
+
+
+def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Mean for each example, in order of the examples' ids."""
+    found: dict[str, list[float]] = {}
+    for example, value in values:
+        found.setdefault(example, []).append(value)
+    return {example: sum(numbers) / len(numbers) for example, numbers in sorted(found.items())}
+
+
+def _mean(by_example: Mapping[str, float], resamples: int, seed: int) -> Mean:
+    values = list(by_example.values())
+    return Mean(float(np.mean(values)), *interval(values, resamples, seed), len(values))
+
+
+def interval(values: list[float], resamples: int, seed: int) -> tuple[float, float]:
+    """95% interval of the mean of independent values."""
     if min(values) == max(values):
         # Every resample has this mean; the bias correction would divide by zero.
         return values[0], values[0]

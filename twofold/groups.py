@@ -26,7 +26,7 @@ from typing import get_args
 
 import numpy as np
 
-from twofold.records import Call, Group, Member, Rollout, Status
+from twofold.records import FAILURES, STUDENT, Call, Group, Member, Rollout, Status
 from twofold.seeds import derive
 from twofold.settings import Grouping, Rewards
 
@@ -77,6 +77,46 @@ def account(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> dict[str, f
     - `status/ok`, `status/timeout`, …: rollouts by the way they ended.
     """
     return {**_account_groups(groups), **_account_calls(rollouts, groups), **_account_rollouts(rollouts, groups)}
+
+
+def taking_part(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts to compare: all of the student's, and those of sources that ended well.
+
+    A source that failed says nothing of what the student should do: its rollouts are lost, and counted.
+    """
+    return [rollout for rollout in rollouts if rollout.source == STUDENT or rollout.status == "ok"]
+
+
+def account_sources(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> dict[str, float]:
+    """What became of the rollouts of sources: counts and shares under flat metric names; nothing without sources.
+
+    - Of all sources `sources/rollouts`, `sources/lost` (they failed) and `sources/usable_share`: their share of the
+      rollouts that are in at least one group that is not all-equal.
+    - Of each the same as `sources/NAME/rollouts` and so on; `sources/NAME/reward`, the mean of those that took part;
+      and `sources/NAME/lost/timeout`, …: how they were lost.
+    """
+    usable = {member.rollout_id for group in groups if not group.all_equal for member in group.members}
+    taught = [rollout for rollout in rollouts if rollout.source != STUDENT]
+    if not taught:
+        return {}
+    found = _fates_of(taught, usable, "sources")
+    for name in sorted({rollout.source for rollout in taught}):
+        own = [rollout for rollout in taught if rollout.source == name]
+        joined = [rollout.reward for rollout in taking_part(own)]
+        lost = Counter(rollout.status for rollout in own)
+        found |= _fates_of(own, usable, f"sources/{name}")
+        found |= {f"sources/{name}/lost/{status}": lost[status] for status in FAILURES}
+        found |= {f"sources/{name}/reward": math.fsum(joined) / len(joined)} if joined else {}
+    return found
+
+
+def _fates_of(rollouts: Sequence[Rollout], usable: set[str], place: str) -> dict[str, float]:
+    own = sum(rollout.rollout_id in usable for rollout in rollouts)
+    return {
+        f"{place}/rollouts": len(rollouts),
+        f"{place}/lost": len(rollouts) - len(taking_part(rollouts)),
+        f"{place}/usable_share": _share(own, len(usable)),
+    }
 
 
 def _check(rollouts: Sequence[Rollout]) -> None:

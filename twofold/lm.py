@@ -70,18 +70,22 @@ class ModuleEngine:
         return self._complete(request, threading.get_ident())
 
     def _complete(self, request: lm15.Request, thread: int) -> lm15.Response:
-        recorder = dspy.settings.get(_SETTING)
-        if recorder is None:
-            raise RuntimeError(
-                f"Module '{self.module}' was called outside of a rollout; run it under `recording(...)`."
-            )
+        recorder = current_recorder(self.module)
         refuse_unsupported(request)
         wanted = self._wanted(request, recorder)
-        answer = recorder.sample(wanted)
+        answer = self._answer(wanted, recorder)
         if isinstance(answer, Refusal):
             raise _error(answer)
-        recorder.add(self.module, wanted, answer, _images(request), thread)
-        return _response(request, wanted, answer)
+        self._note(request, wanted, answer, recorder, thread)
+        return response(request, answer.text, len(wanted.prompt_ids), len(answer.token_ids))
+
+    def _answer(self, wanted: SampleRequest, recorder: "Recorder") -> Completion | Refusal:
+        return recorder.sample(wanted)
+
+    def _note(
+        self, request: lm15.Request, wanted: SampleRequest, answer: Completion, recorder: "Recorder", thread: int
+    ) -> None:
+        recorder.add(self.module, wanted, answer, images_of(request), thread)
 
     def _wanted(self, request: lm15.Request, recorder: "Recorder") -> SampleRequest:
         config = request.config
@@ -89,10 +93,10 @@ class ModuleEngine:
         return SampleRequest(
             prompt_ids=prompt_ids,
             seed=recorder.next_seed(self.module, prompt_ids),
-            temperature=_first(config.temperature, self.draw.temperature),
-            top_p=_first(config.top_p, self.draw.top_p),
-            top_k=_first(config.top_k, self.draw.top_k),
-            max_tokens=_first(config.max_tokens, self.max_tokens),
+            temperature=first(config.temperature, self.draw.temperature),
+            top_p=first(config.top_p, self.draw.top_p),
+            top_k=first(config.top_k, self.draw.top_k),
+            max_tokens=first(config.max_tokens, self.max_tokens),
             policy=self.policy,
             family=self.module,
         )
@@ -113,14 +117,26 @@ class AsyncModuleEngine:
 
 def module_lm(module: str, engine: Engine, draw: Draw, max_tokens: int, policy: str = BASE_POLICY) -> dspy.LM:
     """The LM of one module: its name says which policy answers, and nothing is cached or tried again."""
-    answers = ModuleEngine(module, policy, engine, draw, max_tokens)
+    return lm_on(ModuleEngine(module, policy, engine, draw, max_tokens))
+
+
+def lm_on(answers: ModuleEngine) -> dspy.LM:
+    """The LM of the engine's module."""
     return dspy.LM(
-        f"twofold/{module}@{policy}",
+        f"twofold/{answers.module}@{answers.policy}",
         engine=answers,
         async_engine=AsyncModuleEngine(answers),
         cache=False,
         num_retries=0,
     )
+
+
+def current_recorder(module: str) -> "Recorder":
+    """The recorder of the rollout that runs here; raises `RuntimeError` when there is none."""
+    recorder = dspy.settings.get(_SETTING)
+    if recorder is None:
+        raise RuntimeError(f"Module '{module}' was called outside of a rollout; run it under `recording(...)`.")
+    return recorder
 
 
 @contextmanager
@@ -185,7 +201,13 @@ class Recorder(BaseCallback):
         return derive(self.seed, module, digests.of_json(prompt_ids), times)
 
     def add(
-        self, module: str, request: SampleRequest, answer: Completion, images: tuple[str, ...], thread: int
+        self,
+        module: str,
+        request: SampleRequest,
+        answer: Completion,
+        images: tuple[str, ...],
+        thread: int,
+        off_policy: bool = False,
     ) -> None:
         """Record an answer; `thread` is the one that asked."""
         call = Call(
@@ -205,6 +227,7 @@ class Recorder(BaseCallback):
             parsed=bool(answer.text),
             parsed_share=1.0 if answer.text else 0.0,
             images=images,
+            off_policy=off_policy,
         )
         with self._lock:
             concurrent = thread != self._thread
@@ -264,7 +287,8 @@ def _place(entry: _Entry) -> tuple[Any, ...]:
     return (entry.section, 1, entry.call.module, entry.call.prompt_ids, entry.call.seed)
 
 
-def _images(request: lm15.Request) -> tuple[str, ...]:
+def images_of(request: lm15.Request) -> tuple[str, ...]:
+    """Digests of the images in a chat, in order."""
     parts = [part for message in request.messages for part in message.parts if isinstance(part, lm15.ImagePart)]
     return tuple(hashlib.sha256(part.url.encode() if part.url else part.bytes).hexdigest() for part in parts)
 
@@ -278,16 +302,18 @@ def _error(refusal: Refusal) -> lm15.LM15Error:
     return lm15.ServerError(refusal.message)
 
 
-def _response(request: lm15.Request, wanted: SampleRequest, answer: Completion) -> lm15.Response:
+def response(request: lm15.Request, text: str, tokens_in: int, tokens_out: int) -> lm15.Response:
+    """An answer in the form that DSPy takes."""
     return lm15.Response(
         id=None,
         model=request.model,
-        message=lm15.Message.assistant(answer.text),
+        message=lm15.Message.assistant(text),
         # DSPy would log a warning for every `length`; the call's record has the true reason.
         finish_reason="stop",
-        usage=lm15.Usage(input_tokens=len(wanted.prompt_ids), output_tokens=len(answer.token_ids)),
+        usage=lm15.Usage(input_tokens=tokens_in, output_tokens=tokens_out),
     )
 
 
-def _first(own: float | int | None, default: float | int) -> Any:
+def first(own: float | int | None, default: float | int) -> Any:
+    """What a module sets itself, or else the default."""
     return default if own is None else own

@@ -8,6 +8,7 @@ from typing import Any
 import dspy
 
 from twofold.programs import modules
+from twofold.records import STUDENT
 from twofold.seeds import derive
 from twofold.settings import Scaffold, Settings
 
@@ -80,19 +81,24 @@ def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, i
     weights = settings.weights
     per_step = min(weights.examples_per_round, sizes["train"])
     evaluations = -(-weights.rounds // settings.evaluate.every)
-    per_example, rounds = weights.rollouts_per_example, weights.rounds
+    taught = dict(weights.rollouts_by_source)
+    per_example, rounds = taught.pop(STUDENT), weights.rounds
     if settings.scaffold:
         pool = settings.scaffold.pooling
         draws = min(pool.max_draws, sizes["train"])
         looks = rounds // pool.reserve_every + (rounds - 1) // pool.recheck_every
         # An original may be in reserve together with its scaffolds.
-        due = looks * sizes["train"] * (1 + pool.max_depth)
+        most = rounds * (pool.reserve_batch or weights.examples_per_round)
+        due = min(most, looks * sizes["train"] * (1 + pool.max_depth))
         yield f"at most {rounds} rounds x {draws} drawn x {per_example}", rounds * draws * per_example
-        yield f"at most {looks} x train due x {per_example}", due * per_example
+        yield f"at most {due} due x {per_example}", due * per_example
         if settings.scaffold.teaches:
             yield _trials(settings.scaffold, rounds * draws + due)
     else:
         yield f"{rounds} rounds x {per_step} x {per_example}", rounds * per_step * per_example
+    for name, count in taught.items():
+        limit = "at most " if settings.scaffold else ""
+        yield f"{limit}{rounds} rounds x {per_step} x {count} of {name}", rounds * per_step * count
     yield f"{evaluations} x dev", evaluations * sizes["dev"]
 
 
@@ -113,8 +119,8 @@ def work(settings: Settings, sizes: dict[str, int], predictors: int, prompt_toke
         prompt_tokens: tokens of a typical prompt.
     """
     dev = ("all", "dev, before any step", sizes["dev"])
-    strategies = len(settings.strategies)
-    planned = [dev, *_steps(settings, sizes), ("compare", f"{strategies} x test", strategies * sizes["test"])]
+    rows = len(settings.strategies) + len(settings.hosted)
+    planned = [dev, *_steps(settings, sizes), ("compare", f"{rows} x test", rows * sizes["test"])]
     return [
         Work(
             stage,

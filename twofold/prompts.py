@@ -17,10 +17,11 @@ import contextlib
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import dspy
@@ -33,11 +34,12 @@ from twofold.adapters import make_adapter
 from twofold.endpoints import lm_of, money_for
 from twofold.errors import SettingsError
 from twofold.lm import Recorder, module_lm, recording
-from twofold.records import BASE_POLICY, Call, Rollout, policy_of, read_json, tokens_of, write_json
+from twofold.records import BASE_POLICY, Call, Rollout, money_of, policy_of, read_json, tokens_of, usage_of, write_json
 from twofold.replay import Replay, RolloutCache
 from twofold.rollouts import Metric, plan, run, scored
 from twofold.sampling import Engine
 from twofold.seeds import derive
+from twofold.servers import asking
 from twofold.settings import Draw, Endpoint, Settings
 
 PROPOSER = "proposer"
@@ -142,6 +144,7 @@ def optimize(
     settings: Settings,
     policies: dict[str, str],
     work: Path,
+    endpoints: Mapping[str, dspy.LM] = MappingProxyType({}),
     progress: Callable[[Trial], None] = lambda trial: None,
 ) -> Optimized:
     """Search better instructions and demos for the program.
@@ -151,6 +154,7 @@ def optimize(
     Args:
         examples: training examples; no others are ever looked at.
         policies: digests of the adapters that the modules answer with (see `rollouts.run`).
+        endpoints: LMs that the program and the metric ask by name.
         work: folder for finished evaluations, for this program, these weights and these settings alone.
         progress: called after each evaluation.
 
@@ -162,7 +166,7 @@ def optimize(
 
     def roll(candidate: dspy.Module, wanted: Sequence[dspy.Example]) -> list[Rollout]:
         jobs = plan(wanted, 1, settings.seed, "prompts", digests.short(programs.digest(candidate)))
-        return run(candidate, jobs, metric, engine, settings, draw, policies)
+        return run(candidate, jobs, metric, engine, settings, draw, policies, endpoints=endpoints)
 
     cache = RolloutCache(work / "rollouts", roll)
     search = _Search(
@@ -179,7 +183,7 @@ def optimize(
     )
     recorder = Recorder("prompts/search", search.seed("search"), search.replay.sample)
     adapter = make_adapter(settings.sampling.adapter)
-    with _silence(), recording(recorder, adapter), dspy.track_usage() as usage:
+    with _silence(), asking(endpoints), recording(recorder, adapter), dspy.track_usage() as usage:
         match settings.prompts.optimizer:
             case "mipro":
                 _mipro(search)
@@ -187,7 +191,8 @@ def optimize(
                 _gepa(search)
             case "labeled":
                 _labeled(search)
-    spent = {**_spent(cache, recorder.calls), "money": _money(settings.prompts.proposer, usage.get_total_tokens())}
+    money = _money(settings.prompts.proposer, usage.get_total_tokens())
+    spent = {**_spent(cache, recorder.calls), **usage_of(cache.made), "money": money + money_of(cache.made)}
     return Optimized(search.best, search.trials, cache.kept(), dict(search.lost), spent)
 
 

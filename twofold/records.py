@@ -9,17 +9,20 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from twofold.errors import RecordError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 2 has `off_policy` in calls; before, no call was."""
 
 Status = Literal["ok", "parse_error", "lm_error", "context_overflow", "timeout", "program_error"]
 """How a rollout ended; every status but `ok` is a failure with its own reward in the settings."""
@@ -28,6 +31,9 @@ FAILURES: tuple[Status, ...] = typing.get_args(Status)[1:]
 
 BASE_POLICY = "base"
 """The policy name of the base model without an adapter."""
+
+STUDENT = "student"
+"""The source of rollouts that the program made which is trained."""
 
 SHARED = "all-modules"
 """Name of the adapter that all modules share; no module can have it, for it is no Python name."""
@@ -42,7 +48,8 @@ def policy_of(module: str, policies: Mapping[str, str]) -> str:
 class Call:
     """One answer of a language model inside a rollout, token in and token out.
 
-    What is trained on is what was sampled: nothing here is ever rendered or tokenised again.
+    What is trained on is what was sampled: nothing here is ever rendered or tokenised again. The one exception is
+    marked `off_policy`: a text of another program's LM, in the student's tokens, under the student's own prompt.
     """
 
     rollout_id: str
@@ -56,12 +63,13 @@ class Call:
     completion_ids: tuple[int, ...]
     """Sampled tokens, the end-of-sequence token included when it was sampled."""
     logprobs: tuple[float, ...]
-    """Natural log-probability of each completion token under the distribution it was drawn from."""
+    """Natural log-probability of each completion token under the distribution it was drawn from; empty when
+    `off_policy`."""
     text: str
     finish_reason: str
     """`stop` when the model ended the answer, `length` when `max_tokens` did."""
     policy: str
-    """Digest of the adapter that answered, or `base`."""
+    """Digest of the adapter that answered, or `base`; the source's name when `off_policy`."""
     temperature: float
     seed: int
     parsed: bool = True
@@ -69,6 +77,7 @@ class Call:
     """Share of the output fields that could be read from `text`, 0 to 1; 1 exactly when `parsed`."""
     images: tuple[str, ...] = ()
     """Digests of the images in the prompt, in order."""
+    off_policy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,8 @@ class Rollout:
     status: Status = "ok"
     error: str = ""
     """For a failure: the kind and text of the exception."""
+    usage: dict[str, float] = field(default_factory=dict)
+    """What answers of endpoints came to: `NAME/calls`, `NAME/tokens_in`, `NAME/tokens_out` and `NAME/money`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +151,28 @@ class Checkpoint:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def of_student(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts that no teacher program made: they alone say how good the student is."""
+    return [rollout for rollout in rollouts if rollout.source == STUDENT]
+
+
 def tokens_of(calls: Iterable[Call]) -> dict[str, int]:
     """How many tokens the calls were asked with, `tokens_in`, and answered with, `tokens_out`."""
     lengths = [(len(call.prompt_ids), len(call.completion_ids)) for call in calls]
     return {"tokens_in": sum(asked for asked, _ in lengths), "tokens_out": sum(answered for _, answered in lengths)}
+
+
+def usage_of(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """What the endpoints' answers in all these rollouts came to: `endpoints/NAME/calls` and so on."""
+    sums: Counter[str] = Counter()
+    for rollout in rollouts:
+        sums.update(rollout.usage)
+    return {f"endpoints/{name}": float(value) for name, value in sums.items()}
+
+
+def money_of(rollouts: Iterable[Rollout]) -> float:
+    """What the endpoints' answers in all these rollouts cost at the settings' prices."""
+    return sum((v for rollout in rollouts for k, v in rollout.usage.items() if k.endswith("/money")), 0.0)
 
 
 _COLUMNS: dict[type, pa.Schema] = {
@@ -164,6 +193,7 @@ _COLUMNS: dict[type, pa.Schema] = {
             ("parsed", pa.bool_()),
             ("parsed_share", pa.float64()),
             ("images", pa.list_(pa.string())),
+            ("off_policy", pa.bool_()),
         ]
     ),
     Rollout: pa.schema(
@@ -177,6 +207,7 @@ _COLUMNS: dict[type, pa.Schema] = {
             ("channels", pa.string()),
             ("status", pa.string()),
             ("error", pa.string()),
+            ("usage", pa.string()),
         ]
     ),
     Group: pa.schema(
@@ -208,35 +239,37 @@ _COLUMNS: dict[type, pa.Schema] = {
 }
 
 
+_JSON = ("output", "channels", "usage")
+"""Fields of a rollout that are written as JSON."""
+
+
 def write_rollouts(rollouts: list[Rollout], folder: Path) -> None:
     """Write `rollouts.parquet` and `calls.parquet` into `folder`."""
-    rows = [
-        {**_row(rollout), "output": _dumps(rollout.output), "channels": _dumps(rollout.channels)}
-        for rollout in rollouts
-    ]
+    rows = [_row(rollout) | {name: _dumps(getattr(rollout, name)) for name in _JSON} for rollout in rollouts]
     _write_table(rows, Rollout, folder / "rollouts.parquet")
     _write_table([_row(call) for rollout in rollouts for call in rollout.calls], Call, folder / "calls.parquet")
 
 
-def read_rollouts(folder: Path) -> list[Rollout]:
+def read_rollouts(folder: Path, only: Collection[str] | None = None) -> list[Rollout]:
     """Read what `write_rollouts` wrote.
+
+    Args:
+        only: ids of the rollouts to read; None reads all.
 
     Raises:
         RecordError: a file is missing, torn, or from a newer version.
     """
     calls: dict[str, list[Call]] = {}
-    for row in _read_table(Call, folder / "calls.parquet"):
+    for row in _read_table(Call, folder / "calls.parquet", only):
         calls.setdefault(row["rollout_id"], []).append(Call(**{k: _frozen(v) for k, v in row.items()}))
+    return [dataclasses.replace(one, calls=tuple(calls.get(one.rollout_id, ()))) for one in read_outcomes(folder, only)]
+
+
+def read_outcomes(folder: Path, only: Collection[str] | None = None) -> list[Rollout]:
+    """The rollouts without their calls, which are most of what there is to read; otherwise like `read_rollouts`."""
     return [
-        Rollout(
-            **{
-                **row,
-                "calls": tuple(calls.get(row["rollout_id"], ())),
-                "output": json.loads(row["output"]),
-                "channels": json.loads(row["channels"]),
-            }
-        )
-        for row in _read_table(Rollout, folder / "rollouts.parquet")
+        Rollout(**{**row, "calls": (), **{name: json.loads(row[name]) for name in _JSON}})
+        for row in _read_table(Rollout, folder / "rollouts.parquet", only)
     ]
 
 
@@ -294,14 +327,20 @@ def write_table(table: pa.Table, path: Path) -> None:
         pq.write_table(versioned, aside, compression="zstd")
 
 
-def read_table(schema: pa.Schema, kind: str, path: Path) -> pa.Table:
-    """Read what `write_table` wrote; raises `RecordError` like `read_rollouts`, naming the `kind` of its records."""
+def read_table(schema: pa.Schema, kind: str, path: Path, rows: pc.Expression | None = None) -> pa.Table:
+    """Read what `write_table` wrote; raises `RecordError` like `read_rollouts`, naming the `kind` of its records.
+
+    Args:
+        rows: which to read; None reads all.
+    """
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, filters=rows)
         version = int(table.schema.metadata[b"twofold_schema"])
     except (OSError, pa.ArrowException, KeyError, TypeError) as error:
         raise RecordError(_torn(path, error)) from error
     _check_version(version, path)
+    if version < 2 and schema is _COLUMNS[Call]:
+        table = table.append_column(schema.field("off_policy"), pa.array([False] * len(table)))
     if table.schema.names != schema.names:
         raise RecordError(f"{path}: not a file of {kind} records. Its columns are {table.schema.names}.")
     return table
@@ -311,8 +350,9 @@ def _write_table(rows: list[dict[str, Any]], kind: type, path: Path) -> None:
     write_table(pa.Table.from_pylist(rows, schema=_COLUMNS[kind]), path)
 
 
-def _read_table(kind: type, path: Path) -> list[dict[str, Any]]:
-    return read_table(_COLUMNS[kind], kind.__name__, path).to_pylist()
+def _read_table(kind: type, path: Path, rollouts: Collection[str] | None = None) -> list[dict[str, Any]]:
+    rows = None if rollouts is None else pc.field("rollout_id").isin(pa.array(list(rollouts), pa.string()))
+    return read_table(_COLUMNS[kind], kind.__name__, path, rows).to_pylist()
 
 
 def _check_version(version: int, path: Path) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
@@ -26,19 +26,23 @@ from pydantic_core import to_jsonable_python
 from tqdm import tqdm
 
 from twofold.adapters import make_adapter
-from twofold.errors import PipelineError
+from twofold.errors import PipelineError, TwofoldError
 from twofold.examples import example_id
 from twofold.hints import ModuleHints, Prompt, with_hints
 from twofold.lm import Recorder, module_lm, parsed_share, recording
 from twofold.programs import bind
-from twofold.records import Call, Rollout, Status, policy_of, tokens_of
+from twofold.records import STUDENT, Call, Rollout, Status, policy_of, tokens_of
 from twofold.sampling import Engine
 from twofold.sampling.rendezvous import Rendezvous, Stopwatch
 from twofold.seeds import derive
+from twofold.servers import Server, Tally, asking, hosted_lm
 from twofold.settings import Draw, Settings
+from twofold.sources import Source, SourceAdapter, staged
 
 Metric = Callable[..., Any]
 Trace = list[tuple[Any, dict[str, Any], Any]]
+Stage = tuple[dspy.Module, dspy.Adapter | SourceAdapter]
+"""A program, and how its modules ask."""
 
 _PATIENCE = 0.1
 """Seconds between two looks at rollouts that are about to run out of time."""
@@ -116,11 +120,12 @@ def run(
     program: dspy.Module,
     jobs: Sequence[Job],
     metric: Metric,
-    engine: Engine,
+    engine: Engine | Server,
     settings: Settings,
     draw: Draw,
     policies: Mapping[str, str] = MappingProxyType({}),
-    source: str = "student",
+    source: Source | None = None,
+    endpoints: Mapping[str, dspy.LM] = MappingProxyType({}),
     parse_retries: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Rollout]:
@@ -131,28 +136,41 @@ def run(
     Args:
         metric: takes (example, prediction), (example, prediction, trace) or the five arguments of a GEPA metric, and
             returns a number or named channels: with `score` the reward is the score, else it is `accuracy`.
+        engine: what answers for the modules; a server draws as its own settings say, and gives texts without tokens.
         policies: digests of the adapters that answer, by module, or one by `all-modules`; the engine must have loaded
             them. Without any, the base model answers.
-        source: `student`, or the name of the teacher whose program this is.
+        source: a program that runs in the student's place, with its own LM, and whose answers are recorded as the
+            student's; None runs the student itself.
+        endpoints: LMs that the program and the metric ask by name, in `dspy.settings.endpoints`.
         parse_retries: how often a module may ask again after an answer that does not parse.
         progress: called after each rollout.
 
     Raises:
         PipelineError: the metric cannot be called with any of these arguments.
         TwofoldError: what the engine raised and somebody must mend; no rollout is to blame.
+        SettingsError: an endpoint refuses all requests, or its budget is used up.
     """
 
     def lm_of(module: str) -> dspy.LM:
+        if isinstance(engine, Server):
+            return hosted_lm(module, engine)
         return module_lm(module, engine, draw, settings.sampling.max_tokens, policy_of(module, policies))
 
     bound = bind(program, lm_of)
+    adapter = make_adapter(settings.sampling.adapter, parse_retries)
+
+    def stage(hints: ModuleHints) -> Stage:
+        if source is None:
+            return with_hints(bound, hints), adapter
+        return staged(source, program, hints, adapter, engine, draw, settings.sampling.max_tokens)
+
     runner = _Runner(
-        programs={hints: with_hints(bound, hints) for hints in {job.module_hints for job in jobs}},
-        adapter=make_adapter(settings.sampling.adapter, parse_retries),
+        stages={hints: stage(hints) for hints in {job.module_hints for job in jobs}},
         metric=_with_trace(metric),
         engine=engine,
         settings=settings,
-        source=source,
+        source=source.name if source else STUDENT,
+        endpoints=endpoints,
     )
     size = settings.sampling.shard_size
     report = _reporter(len(jobs), progress)
@@ -171,17 +189,18 @@ class _Run:
     stopwatch: Stopwatch
     future: "Future[Rollout]"
     recorder: Recorder | None = None
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    programs: Mapping[ModuleHints, dspy.Module]
-    """The program, by the hints in its modules' prompts."""
-    adapter: dspy.Adapter
+    stages: Mapping[ModuleHints, Stage]
+    """By the hints in the modules' prompts."""
     metric: Callable[[dspy.Example, Any, Trace], Any]
-    engine: Engine
+    engine: Engine | Server
     settings: Settings
     source: str
+    endpoints: Mapping[str, dspy.LM]
 
     def shard(self, jobs: Sequence[Job], report: Callable[[Rollout], None]) -> list[Rollout]:
         """Run all jobs at once; the result is in their order."""
@@ -220,18 +239,22 @@ class _Runner:
 
     def _thread(self, run: _Run, meeting: Rendezvous) -> None:
         try:
-            run.future.set_result(self._rollout(run, meeting))
+            with asking(self.endpoints, run.tally):
+                rollout = self._rollout(run, meeting)
+            run.future.set_result(replace(rollout, usage=run.tally.usage))
         except BaseException as error:
-            # Only what is no failure of the rollout comes here (SystemExit, an error of ours): it ends the run.
+            # Only what is no failure of the rollout comes here (SystemExit, an endpoint's refusal): it ends the run.
             run.future.set_exception(error)
 
     def _rollout(self, run: _Run, meeting: Rendezvous) -> Rollout:
         job = run.job
         run.recorder = recorder = Recorder(job.rollout_id, job.seed, lambda request: meeting.sample(run.order, request))
         try:
-            with recording(recorder, self.adapter) as trace:
-                prediction = self.programs[job.module_hints](**job.example.inputs())
+            program, adapter = self.stages[job.module_hints]
+            with recording(recorder, adapter) as trace:
+                prediction = program(**job.example.inputs())
         except Exception as error:
+            _check_goes_on(error)
             reward = self.settings.rewards.of(status := _status(error), parsed_share(error))
             return self._failed(job, recorder.calls, status, reward, _said(error))
         finally:
@@ -241,8 +264,11 @@ class _Runner:
             reward, channels = _read_metric(self.metric(job.example, prediction, trace))
             output = _jsonable(prediction)
         except Exception as error:
-            reward = self.settings.rewards.program_error
-            return self._failed(job, recorder.calls, "program_error", reward, f"in the metric: {_said(error)}")
+            _check_goes_on(error)
+            # A judge that fails, or that nobody understands, is no fault of the program's.
+            status = "lm_error" if isinstance(error, LMError | AdapterParseError) else "program_error"
+            reward = self.settings.rewards.of(status)
+            return self._failed(job, recorder.calls, status, reward, f"in the metric: {_said(error)}")
         return Rollout(
             rollout_id=job.rollout_id,
             example_id=job.example_id,
@@ -258,7 +284,8 @@ class _Runner:
         calls = run.recorder.calls if run.recorder else ()
         seconds = self.settings.sampling.timeout
         text = f"TimeoutError: the rollout did not end within {seconds:g} seconds. See sampling.timeout."
-        return self._failed(run.job, calls, "timeout", self.settings.rewards.timeout, text)
+        failed = self._failed(run.job, calls, "timeout", self.settings.rewards.timeout, text)
+        return replace(failed, usage=run.tally.usage)
 
     def _failed(self, job: Job, calls: tuple[Call, ...], status: Status, reward: float, error: str) -> Rollout:
         return Rollout(
@@ -278,6 +305,12 @@ def scored(metric: Metric) -> Callable[..., float]:
     """The metric as DSPy's optimizers call it, (example, prediction, trace), and as the plain reward."""
     full = _with_trace(metric)
     return lambda example, prediction, trace=None, *_: _read_metric(full(example, prediction, trace))[0]
+
+
+def _check_goes_on(error: Exception) -> None:
+    """Raise what DSPy made an LM error of although it concerns all rollouts: an endpoint's refusal."""
+    if isinstance(error, LMError) and isinstance(error.__cause__, TwofoldError):
+        raise error.__cause__
 
 
 def _said(error: Exception) -> str:

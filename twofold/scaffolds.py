@@ -24,7 +24,7 @@ import dspy
 from pydantic_core import to_jsonable_python
 
 from twofold import digests, programs
-from twofold.endpoints import Ledger, Pace, client, lm_of, money_for
+from twofold.endpoints import AnswerError, Ledger, Pace, client, lm_of, money_for, text_of, usage_of
 from twofold.eps import Score, Verdict
 from twofold.errors import PipelineError, SettingsError
 from twofold.examples import example_id, labels_of
@@ -33,6 +33,7 @@ from twofold.leaks import useless
 from twofold.pool import Answer, Outcome
 from twofold.programs import Pipeline
 from twofold.records import Rollout
+from twofold.settings import Scaffold
 from twofold.settings import Teacher as TeacherSettings
 
 Failure = Literal[
@@ -49,6 +50,9 @@ PROGRAM = "whole-program"
 
 Gate = Callable[[str], Sequence[Check]]
 """Judges a hint: verdicts in order, of which only the last may be a refusal (see `leaks.gate`)."""
+
+WHERE = "scaffold.teacher"
+"""Where a teacher stands in the settings."""
 
 _ERROR_CHARS = 300
 
@@ -198,6 +202,27 @@ def _reasons(attempt: Attempt) -> tuple[str, ...]:
 # Teachers
 
 
+def check_teacher(settings: Scaffold, pipeline: Pipeline, examples: Sequence[dspy.Example]) -> None:
+    """See to it that there is a teacher, and an input for its hints, before anything is trained. Nobody is asked.
+
+    Args:
+        examples: those that are trained on.
+
+    Raises:
+        SettingsError: the pipeline has no such teacher, the environment lacks the endpoint's key, or the teacher's
+            program has no LM.
+        PipelineError: its teacher makes no program, or it names no input for hints that every example has as a text.
+    """
+    make_teacher(settings.teacher, pipeline, Ledger(settings.teacher.budget), WHERE)
+    if not pipeline.hint_field:
+        raise PipelineError(
+            f"{pipeline.path}: scaffold.arm is {settings.arm}, and no input takes its hints. Set HINT_FIELD to the "
+            "name of an input field."
+        )
+    for example in examples:
+        hinted(example, "", pipeline.hint_field)
+
+
 def make_teacher(settings: TeacherSettings, pipeline: Pipeline, ledger: Ledger, where: str) -> Teacher | None:
     """The teacher that the settings name; None for `none`.
 
@@ -206,7 +231,8 @@ def make_teacher(settings: TeacherSettings, pipeline: Pipeline, ledger: Ledger, 
         where: where these settings stand, such as `scaffold.teacher`.
 
     Raises:
-        SettingsError: the pipeline has no such function, or the environment lacks the endpoint's key.
+        SettingsError: the pipeline has no such function, the environment lacks the endpoint's key, or the teacher's
+            program has no LM.
         PipelineError: its `teacher` makes no program.
     """
     match settings.kind:
@@ -314,8 +340,8 @@ class _Server(_Accountable):
                 temperature=self.endpoint.temperature,
                 max_tokens=self.endpoint.max_tokens,
             )
-        text = _content(answer)
-        tokens = _tokens(answer, messages, text)
+        text = text_of(answer)
+        tokens = usage_of(answer, messages, text)
         if text is None or not text.strip():
             return _Reply(text, *tokens)
         try:
@@ -340,6 +366,11 @@ class _Program(_Accountable):
         if endpoint:
             lm = lm_of(endpoint, where, endpoint.max_tokens, endpoint.temperature)
             program = programs.bind(program, lambda module: lm)
+        elif mute := [name for name, module in programs.modules(program).items() if module.lm is None]:
+            raise SettingsError(
+                f"{where} is null, and of the teacher of {pipeline.path} these modules have no LM: {', '.join(mute)}. "
+                "Set it to the server they ask, or give them an LM in the pipeline's file."
+            )
         self.program = program
         self.places = BoundedSemaphore(endpoint.concurrency if endpoint else 1)
         self.pace = Pace(endpoint.requests_per_minute if endpoint else None)
@@ -374,10 +405,6 @@ _FAILURES: dict[str, Failure] = {
     "BudgetError": "budget",
 }
 """By the name of the exception: to import them would load the openai package for those who don't use it."""
-
-
-class AnswerError(ValueError):
-    """A server's answer is no hint in the form that it was asked for."""
 
 
 def _fault(reply: _Reply, max_chars: int) -> tuple[Failure | None, str]:
@@ -501,28 +528,6 @@ def _body(rollout: Rollout) -> str:
     lines = [f"{call.module}: {call.text}" for call in rollout.calls]
     end = f"failed ({rollout.status}): {rollout.error}" if rollout.error else f"result: {_text(rollout.output)}"
     return "\n".join([*lines, end])
-
-
-def _content(answer: Any) -> str | None:
-    """The text of a server's answer; None when the model refused, or a filter did.
-
-    Raises:
-        AnswerError: the answer is no chat completion.
-    """
-    try:
-        choice = answer.choices[0]
-        refused = choice.finish_reason == "content_filter" or choice.message.refusal
-        return None if refused else choice.message.content or ""
-    except (AttributeError, TypeError, IndexError) as error:
-        raise AnswerError("The server's answer is no chat completion with a choice.") from error
-
-
-def _tokens(answer: Any, messages: list[dict[str, str]], text: str | None) -> tuple[int, int]:
-    """Tokens in and out. A server that does not say is charged one for each byte: more than it can be."""
-    if answer.usage:
-        return answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0
-    asked = sum(len(message["content"].encode()) for message in messages)
-    return asked, len((text or "").encode())
 
 
 # Where the hint goes

@@ -5,18 +5,21 @@ nearest valid name.
 """
 
 import difflib
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from twofold.errors import SettingsError
-from twofold.records import Status
+from twofold.records import STUDENT, Status
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
 class Section(BaseModel):
@@ -97,8 +100,9 @@ class Endpoint(Section):
 
     model: str
     base_url: str
-    key: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the key; the key itself has no place in a file."""
+    key: str | None = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the key; the key itself has no place in a file. `null` sends none:
+    a server on this machine needs no key."""
     retries: Count = 3
     timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds for one answer."""
@@ -211,14 +215,20 @@ class Pooling(Section):
     """Rounds between two times that the prompts in reserve are scored again."""
     recheck_every: Positive = 20
     """Rounds after which a solved or suspect prompt is scored again."""
+    reserve_batch: Positive | None = None
+    """Most prompts that a round scores again beside those it draws: of the reserve, solved and suspect. null is as many
+    as `weights.examples_per_round`."""
     max_depth: Count = 2
     """Most hints on top of each other; 0 asks no teacher."""
     max_draws: Positive = 64
     """Most prompts that a round draws to fill its batch."""
+    start: str | None = None
+    """Folder of a pool that every training begins with, as `twofold pool restore` writes it; null begins with all
+    examples active."""
 
 
-class TeacherEndpoint(Endpoint):
-    """The server that a teacher asks, and how."""
+class AskedEndpoint(Endpoint):
+    """A server that answers like a module would, and how it is asked."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.7
     max_tokens: Positive = 256
@@ -230,7 +240,7 @@ class TeacherEndpoint(Endpoint):
 
 
 class Budget(Section):
-    """The most that teachers may use in one training; null is no limit. When one is used up, nothing more is asked."""
+    """The most that may be used; null is no limit. When one is used up, nothing more is asked."""
 
     calls: Count | None = None
     """Requests that are sent, retries included."""
@@ -238,6 +248,18 @@ class Budget(Section):
     """Prompt and sampled tokens together."""
     money: Annotated[float, Field(ge=0)] | None = None
     """At the endpoint's prices, in their currency."""
+
+
+class NamedEndpoint(AskedEndpoint):
+    """A server that the pipeline asks under a name, or that runs the whole program."""
+
+    budget: Budget = Budget()
+    """For all stages together, since `.work` was new. When it is used up the run stops, and can go on."""
+
+    @property
+    def asked(self) -> list[str | float | int]:
+        """What an answer and its price depend on."""
+        return [self.model, self.base_url, self.temperature, self.max_tokens, self.price_in, self.price_out]
 
 
 class Teacher(Section):
@@ -253,9 +275,10 @@ class Teacher(Section):
     """Most characters of the rollouts that it is shown, all together; and most of the input."""
     max_chars: Positive = 200
     """Most characters of a hint."""
-    endpoint: TeacherEndpoint | None = None
+    endpoint: AskedEndpoint | None = None
     """For `endpoint`; for `program`, the LM of its modules that have none of their own."""
     budget: Budget = Budget()
+    """For one training. When it is used up, training goes on without new hints."""
 
     @model_validator(mode="after")
     def _endpoint_is_known(self) -> "Teacher":
@@ -301,8 +324,10 @@ class Scaffold(Section):
 
     @property
     def pooling(self) -> Pooling:
-        """`pool`; where there is no teacher, nothing is queued for one."""
-        return self.pool if self.teaches else self.pool.model_copy(update={"max_depth": 0})
+        """What the pool does in a round; where there is no teacher, nothing is queued for one. A step that begins with
+        `start` has it as an input."""
+        depth = self.pool.max_depth if self.teaches else 0
+        return self.pool.model_copy(update={"max_depth": depth, "start": None})
 
 
 class Lora(Section):
@@ -340,12 +365,55 @@ class Optimizer(Section):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
 
 
+class Source(Section):
+    """A teacher program: its rollouts join the student's groups; see `sources.py`."""
+
+    name: Name
+    share: Annotated[float, Field(gt=0, lt=1)]
+    """Of the rollouts of each example; the student makes what all sources leave."""
+    program: str | None = None
+    """File of a saved program of the student's structure, as outputs/prompts/program/program.json is; null takes the
+    student's own."""
+    lm: AskedEndpoint | None = None
+    """The server that answers; null takes the base model."""
+
+    @property
+    def exact_share(self) -> Fraction:
+        """The share as it was written: 0.1 and not the float next to it, so that ten of them are 1."""
+        return Fraction(str(self.share))
+
+    @model_validator(mode="after")
+    def _is_another(self) -> "Source":
+        if self.name == STUDENT:
+            raise ValueError(f"'{STUDENT}' is the program that is trained; give the source another name")
+        if self.program is None and self.lm is None:
+            raise ValueError("name a program, an lm, or both: without any it would be the student's program again")
+        return self
+
+
+def divided(total: int, shares: Sequence[Fraction]) -> list[int]:
+    """`total` in whole parts by these shares of 1: what rounding down leaves goes to the largest remainders, and of
+    equal ones to the first."""
+    exact = [total * share for share in shares]
+    parts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda k: parts[k] - exact[k])
+    for k in by_remainder[: total - sum(parts)]:
+        parts[k] += 1
+    return parts
+
+
 class Weights(Section):
     """mmGRPO: rounds of collect, group, update."""
 
     rounds: Positive = 20
     examples_per_round: Positive = 8
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
+    """Of the student and all sources together."""
+    sources: tuple[Source, ...] = ()
+    """Teacher programs that make some of the rollouts."""
+    off_policy: Literal["one", "shaped"] = "one"
+    """How the tokens of sources count: as if the student had said them (a ratio of 1, never clipped), or most where the
+    student finds them unlikely but possible (LUFFY's shaped probability); see `trainer.py`."""
     steps_per_round: Positive = 1
     """Steps of the optimizer that a round's examples are cut into; only the first is on the policy that sampled."""
     draw: Draw = Draw()
@@ -366,11 +434,30 @@ class Weights(Section):
         """Steps of the optimizer in all rounds."""
         return self.rounds * self.steps_per_round
 
+    @property
+    def rollouts_by_source(self) -> dict[str, int]:
+        """Rollouts per example of the student, and of each source."""
+        shares = {source.name: source.exact_share for source in self.sources}
+        shares = {STUDENT: 1 - sum(shares.values()), **shares}
+        return dict(zip(shares, divided(self.rollouts_per_example, list(shares.values())), strict=True))
+
+    @model_validator(mode="after")
+    def _everyone_has_rollouts(self) -> "Weights":
+        if len({source.name for source in self.sources}) < len(self.sources):
+            raise ValueError("two sources have one name")
+        if sum(source.exact_share for source in self.sources) >= 1:
+            raise ValueError("the sources' shares leave nothing to the student; let them add up to less than 1")
+        idle = [name for name, count in self.rollouts_by_source.items() if not count]
+        if idle:
+            raise ValueError(
+                f"of {self.rollouts_per_example} rollouts per example none is left for {', '.join(idle)}; "
+                "change the sources' shares, or have more rollouts"
+            )
+        return self
+
 
 Step = Literal["p", "w"]
 """A step of a strategy: `p` optimizes the prompts, `w` trains the weights."""
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 
 
 class Tracking(Section):
@@ -402,7 +489,16 @@ class Settings(Section):
         "together": ("p", "w"),
     }
     """Sequences of steps to compare, by name; each begins with the program as it was written."""
+    endpoints: dict[Name, NamedEndpoint] = {}
+    """Servers that the pipeline's program and metric ask, by the names it gives them. They are not trained."""
+    hosted: dict[Name, NamedEndpoint] = {}
+    """Models on servers that `compare` runs the untrained program on, as rows of their own."""
     tracking: Tracking = Tracking()
+
+    @property
+    def asked(self) -> list[list[str | float | int]]:
+        """What the answers of `endpoints` depend on."""
+        return [[name, *endpoint.asked] for name, endpoint in sorted(self.endpoints.items())]
 
     @property
     def teaches(self) -> bool:
@@ -421,8 +517,16 @@ class Settings(Section):
             raise ValueError("sampling.engine is 'vllm', so 'vllm' must name base_urls, or how many servers to start")
         return self
 
+    @model_validator(mode="after")
+    def _the_student_can_be_scored(self) -> "Settings":
+        if self.scaffold and self.weights.rollouts_by_source[STUDENT] < 2:
+            raise ValueError(
+                "with `scaffold`, inputs are scored by the student's rollouts alone: let weights.sources leave it two"
+            )
+        return self
+
     def __hash__(self) -> int:
-        # pydantic's own hash fails on the dict of strategies.
+        # pydantic's own hash fails on dicts.
         return hash(self.model_dump_json())
 
     def warnings(self) -> list[str]:
@@ -519,8 +623,12 @@ def _line(node: yaml.Node | None, keys: list[str]) -> int:
 
 
 def _valid_names(keys: list[str]) -> list[str]:
-    section: type[BaseModel] = Settings
+    section: Any = Settings
     for key in keys:
+        if get_origin(section) is dict:  # The key is a name that the user gave.
+            section = get_args(section)[1]
+            continue
         annotation = section.model_fields[key].annotation
-        section = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+        plain = isinstance(annotation, type) or get_origin(annotation) is dict
+        section = annotation if plain else get_args(annotation)[0]
     return list(section.model_fields)

@@ -15,12 +15,20 @@
        dr_grpo    m              m                  sum of m over rows, times max_tokens
 
    where m is the member's weight, |o| the completion's length and L the length of all its rollout's completions.
-4. One step of the optimizer and of the scheduler follows. A round without a usable row takes none.
-5. A round's examples may be cut in several parts (`steps_per_round`), with 2 to 4 for each. From the second part on the
+4. Rows of teacher programs (`off_policy`) have the same weights, and -ratio times advantage as the loss of a token.
+   There is no old policy to divide by and to be clipped to, and no KL, whose estimate needs the policy's own tokens:
+
+       one        ratio = p / p without gradient: 1, so that the gradient is advantage times that of log p
+       shaped     ratio = p / (p + 0.1), LUFFY's (arXiv 2504.14945, with the teacher's probability taken as 1): the
+                  gradient is advantage times that of log p times 0.1 p / (p + 0.1)², which is largest at p = 0.1, and
+                  fades where the student is sure of the token and where it would never say it
+
+5. One step of the optimizer and of the scheduler follows. A round without a usable row takes none.
+6. A round's examples may be cut in several parts (`steps_per_round`), with 2 to 5 for each. From the second part on the
    clipped ratio corrects for the steps before, as in PPO's minibatches (arXiv 1707.06347, algorithm 1).
-6. With `weights.correction` the round's rows are scored before its first step, and each token's loss is weighted for
+7. With `weights.correction` the round's rows are scored before its first step, and each token's loss is weighted for
    what the sampler's probability differs from the trainer's (`correction`).
-7. With an adapter for each module, all this is done for each adapter, with the rows of its module alone.
+8. With an adapter for each module, all this is done for each adapter, with the rows of its module alone.
 
 What differs from `Trainer.train()`: the loop over micro-batches is ours, so that training can stop between any two
 rounds and go on to the same bytes.
@@ -50,6 +58,15 @@ from twofold.settings import Correction, Loss, Settings, Weights
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
+
+SHAPE = 0.1
+"""LUFFY's gamma."""
+
+OWN = "tokens_own"
+"""Tokens of a batch, or of a step, that the student said itself."""
+
+_OF_ALL = ("loss", "tokens", OWN, "grad_norm", "learning_rate", "updated")
+"""Metrics of a step that are not means over the student's own tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +118,15 @@ def _calls_of(rollout: Rollout, module: str, index: int) -> list[Call]:
 def _defect(call: Call, settings: Weights) -> str:
     if not call.completion_ids:
         return "empty"
-    if len(call.logprobs) != len(call.completion_ids) or not all(map(math.isfinite, call.logprobs)):
+    if not call.off_policy and not _has_logprobs(call):
         return "bad_logprobs"
     if call.temperature == 0:
         return "greedy"
     return "too_long" if len(call.prompt_ids) + len(call.completion_ids) > settings.context else ""
+
+
+def _has_logprobs(call: Call) -> bool:
+    return len(call.logprobs) == len(call.completion_ids) and all(map(math.isfinite, call.logprobs))
 
 
 def parts_of(rows: Sequence[Row], count: int) -> list[list[Row]]:
@@ -116,10 +137,12 @@ def parts_of(rows: Sequence[Row], count: int) -> list[list[Row]]:
 
 
 def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
-    """Rows cut into batches of one module, one temperature and one first token, so that each shares a beginning."""
+    """Rows cut into batches of one module, one loss, one temperature and one first token, so that each shares a
+    beginning."""
     families: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
-        families[row.call.module, row.call.temperature, row.call.prompt_ids[0]].append(row)
+        call = row.call
+        families[call.module, call.off_policy, call.temperature, call.prompt_ids[0]].append(row)
     for family in families.values():
         # Rows of one prompt lie together, for it runs once, and prompts of like length, for less padding.
         family.sort(key=lambda row: (len(row.call.prompt_ids), row.call.prompt_ids, len(row.call.completion_ids)))
@@ -179,15 +202,17 @@ class Trainer:
 
         Returns metrics: `loss`, `grad_norm` (of all adapters), both means over the steps, `learning_rate`,
         `entropy` (nats a token), `kl` (to the base, with beta), `clip_share`, `sampler_gap` (mean absolute difference
-        between the trainer's and the sampler's log-probability of a token, before the first step, over the
-        `sampler_gap_n` tokens of that step), `rows`, `tokens`,
-        `dropped/REASON` per reason, and `updated`: the share of the steps that were taken; for the others there was
-        nothing to learn from, or the gradient was not finite. With `weights.correction` also `correction/weight`, the
-        mean of the tokens' weights, and `correction/capped`, the share of tokens with a ratio above the cap.
+        between the trainer's and the sampler's log-probability of a token, before the first step), these four over the
+        student's own tokens; `sampler_gap_n`, how many of these the first step had; `rows`, `rows_off_policy`,
+        `tokens`, `tokens_own`, `dropped/REASON` per reason, and `updated`: the share of the steps that were taken; for
+        the others there was nothing to learn from, or the gradient was not finite. With `weights.correction` also
+        `correction/weight`, the mean of the own tokens' weights, and `correction/capped`, the share of them with a
+        ratio above the cap.
         """
         rows, dropped = rows_of(rollouts, groups, self.settings.weights)
         metrics = {f"dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
-        metrics |= {"rows": float(len(rows)), "updated": 0.0}
+        off_policy = sum(row.call.off_policy for row in rows)
+        metrics |= {"rows": float(len(rows)), "rows_off_policy": float(off_policy), "updated": 0.0}
         if not rows:
             return metrics
         torch.manual_seed(derive(self.settings.seed, "update", round_number))
@@ -200,14 +225,14 @@ class Trainer:
     def _scored(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with the trainer's log-probabilities as they are now, and the ratios that follow."""
         weights, found = self.settings.weights, {}
-        for learner, own in self._by_learner(rows):
+        for learner, own in self._by_learner([row for row in rows if not row.call.off_policy]):
             learner.activate()
             for batch in micro_batches(own, weights.micro_batch):
                 for row, scored in zip(batch, self.trl.score(batch), strict=True):
                     sampled = torch.tensor(row.call.logprobs)
                     ratios = correction.ratios_of(scored, sampled, weights.correction)
                     found[_name(row.call)] = {"scored": tuple(scored.tolist()), "ratios": tuple(ratios.tolist())}
-        return [replace(row, **found[_name(row.call)]) for row in rows]
+        return [replace(row, **found.get(_name(row.call), {})) for row in rows]
 
     def _step(self, rows: Sequence[Row]) -> dict[str, float]:
         """One step of every adapter on its own of these rows. Returns its metrics."""
@@ -234,15 +259,19 @@ class Trainer:
         return batches
 
     def _backward(self, rows: list[Row], total: float) -> dict[str, float]:
-        """Add one micro-batch's gradient. Returns its loss, its tokens, and token-weighted sums of its metrics."""
+        """Add one micro-batch's gradient. Returns its loss, its tokens, how many are the student's own, and sums of its
+        metrics over these."""
         self.trl.reset_metrics()
-        loss = self.trl.loss_of(rows, self.settings.weights.loss, total)
+        loss = self.trl.loss_of(rows, self.settings.weights, total)
         self.trl.accelerator.backward(loss)
         tokens = sum(len(row.call.completion_ids) for row in rows)
+        found = {"loss": loss.item(), "tokens": float(tokens), OWN: 0.0}
+        if rows[0].call.off_policy:
+            return found
         sampled = torch.tensor([value for row in rows for value in row.call.logprobs])
         gap = (self.trl.scored.cpu() - sampled).abs().mean().item()
         means = {**self.trl.batch_metrics(), "sampler_gap": gap}
-        return {"loss": loss.item(), "tokens": float(tokens)} | {name: value * tokens for name, value in means.items()}
+        return found | {OWN: float(tokens)} | {name: value * tokens for name, value in means.items()}
 
 
 class Learner:
@@ -344,27 +373,34 @@ class GroupTrainer(GRPOTrainer):
         self.scored = torch.empty(0)
         """Log-probabilities of the completion tokens in the last micro-batch, row after row."""
 
-    def loss_of(self, rows: Sequence[Row], loss: Loss, total: float) -> Tensor:
+    def loss_of(self, rows: Sequence[Row], settings: Weights, total: float) -> Tensor:
         """This micro-batch's part of the update's loss; `total` is N."""
         self.temperature = rows[0].call.temperature
-        inputs = {name: value.to(self.model.device) for name, value in _tensors(rows, loss, total).items()}
+        inputs = {name: value.to(self.model.device) for name, value in _tensors(rows, settings.loss, total).items()}
+        if rows[0].call.off_policy:
+            return self._off_policy_loss(inputs, settings.off_policy)
         if self.use_vllm:
             weights = [correction.weights_of(torch.tensor(row.ratios), self.correction) for row in rows]
             inputs["importance_sampling_ratio"] = pad_sequence(weights, batch_first=True).to(self.model.device)
         if self.beta:
             with torch.no_grad(), use_adapter(self.model, adapter_name=None):
-                inputs["ref_per_token_logps"] = self._logprobs(inputs)
+                inputs["ref_per_token_logps"] = self._logps(inputs)
         return self.compute_loss(self.model, inputs)
+
+    def _off_policy_loss(self, inputs: dict[str, Tensor], rule: str) -> Tensor:
+        gain = off_policy_ratio(self._logps(inputs), rule) * inputs["advantages"][:, None]
+        return -(gain * inputs["completion_mask"] * inputs["tool_mask"]).sum() / inputs["num_items_in_batch"]
 
     def score(self, rows: Sequence[Row]) -> list[Tensor]:
         """The log-probabilities, (T,), of each row's tokens under the adapter that is active."""
         self.temperature = rows[0].call.temperature
         tokens = {name: value.to(self.model.device) for name, value in _tokens(rows).items()}
         with torch.no_grad():
-            found = self._logprobs(tokens).cpu()
+            found = self._logps(tokens).cpu()
         return [scored[: len(row.call.completion_ids)] for row, scored in zip(rows, found, strict=True)]
 
-    def _logprobs(self, inputs: dict[str, Tensor]) -> Tensor:
+    def _logps(self, inputs: dict[str, Tensor]) -> Tensor:
+        """(B, completion), under the adapter that is active."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return self._get_per_token_logps_and_entropies(self.model, ids, mask, inputs["completion_ids"].shape[1])[0]
@@ -402,6 +438,13 @@ class GroupTrainer(GRPOTrainer):
         }
         noted = self._metrics["train"]
         return {ours: noted[theirs][-1] for theirs, ours in names.items() if noted.get(theirs)}
+
+
+def off_policy_ratio(logps: Tensor, rule: str) -> Tensor:
+    """What stands for the probability ratio of tokens that another program said (see the table above)."""
+    if rule == "shaped":
+        return logps.exp() / (logps.exp() + SHAPE)
+    return (logps - logps.detach()).exp()
 
 
 def _states_before(model: PreTrainedModel, ids: Tensor, mask: Tensor, completion: int) -> Tensor:
@@ -489,16 +532,18 @@ def _name(call: Call) -> tuple[str, str, int]:
 def _corrections(rows: Sequence[Row], settings: Correction) -> dict[str, float]:
     """Means over all tokens of a round."""
     ratios = torch.tensor([ratio for row in rows for ratio in row.ratios])
+    if not len(ratios):
+        return {}
     weights = correction.weights_of(ratios, settings)
     capped = (ratios > settings.cap).float()
     return {"correction/weight": weights.mean().item(), "correction/capped": capped.mean().item()}
 
 
 def _summed(batches: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Losses and tokens summed, the other metrics averaged over tokens."""
-    tokens = sum(batch["tokens"] for batch in batches)
-    sums = {name: sum(batch[name] for batch in batches) for name in batches[0]}
-    return {name: total if name in ("loss", "tokens") else total / tokens for name, total in sums.items()}
+    """Losses and tokens summed, the other metrics averaged over the student's own tokens, if there are any."""
+    names = dict.fromkeys(name for batch in batches for name in batch)
+    sums = {name: sum(batch.get(name, 0.0) for batch in batches) for name in names}
+    return {name: total if name in ("loss", "tokens", OWN) else total / sums[OWN] for name, total in sums.items()}
 
 
 def _step_metrics(steps: Sequence[dict[str, float]], learners: int) -> dict[str, float]:
@@ -512,10 +557,18 @@ def _step_metrics(steps: Sequence[dict[str, float]], learners: int) -> dict[str,
 def _of_round(steps: Sequence[dict[str, float]], wanted: int) -> dict[str, float]:
     """Metrics of all steps of a round: means over tokens, but for what can only be summed, or only begins the round."""
     tokens = sum(step["tokens"] for step in steps)
-    means = {name: sum(step[name] * (step["tokens"] / tokens) for step in steps) for name in steps[0]}
-    first = {name: steps[0][name] for name in ("sampler_gap", "learning_rate")}
-    first["sampler_gap_n"] = steps[0]["tokens"]
-    return means | first | {"tokens": tokens, "updated": sum(step["updated"] for step in steps) / wanted}
+    means = {name: _mean(name, "tokens", steps) for name in ("loss", "grad_norm")}
+    noted = dict.fromkeys(name for step in steps for name in step if name not in _OF_ALL)
+    means |= {name: _mean(name, OWN, steps) for name in noted}
+    first = {name: steps[0][name] for name in ("sampler_gap", "learning_rate") if name in steps[0]}
+    first["sampler_gap_n"] = steps[0][OWN]
+    own = sum(step[OWN] for step in steps)
+    return means | first | {"tokens": tokens, OWN: own, "updated": sum(step["updated"] for step in steps) / wanted}
+
+
+def _mean(name: str, by: str, steps: Sequence[dict[str, float]]) -> float:
+    total = sum(step[by] for step in steps)
+    return sum(step[name] * (step[by] / total) for step in steps if name in step)
 
 
 def _peft_name(number: int) -> str:

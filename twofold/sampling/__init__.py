@@ -58,6 +58,10 @@ class Engine(Protocol):
         """Token ids of a chat, ready for the assistant's answer."""
         ...
 
+    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
+        """Token ids of an assistant's answer that this engine did not sample, with the end of the turn if it ended."""
+        ...
+
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion | Refusal]:
         """One answer per request, in order. A request that cannot be answered never spoils the others."""
         ...

@@ -9,6 +9,7 @@ How a list of requests is answered:
    an answer never depends on the seeds of its neighbours. Rows that are done leave the batch.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,8 @@ class LocalEngine:
         self.settings = settings.sampling
         self.model = policy.load_base(model_dir, settings.model).requires_grad_(False)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        # To split special tokens is a state of the tokenizer, not of a call: `encode` must never meet it in a thread.
+        self._splitting = copy.deepcopy(self.tokenizer)
         self.eos = eos_ids(self.model.generation_config, self.tokenizer)
         self._weights = dict(self.model.named_parameters())
         self._base: dict[str, Tensor] = {}
@@ -57,6 +60,11 @@ class LocalEngine:
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         return encode(self.tokenizer, messages)
+
+    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
+        # A text that spells a special token is no special token.
+        ids = self._splitting(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return (*ids, self.tokenizer.eos_token_id) if ended else tuple(ids)
 
     def load(self, adapter: Path) -> str:
         name = policy.digest(adapter)

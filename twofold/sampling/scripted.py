@@ -38,6 +38,9 @@ class ScriptedEngine:
         turns = [f"[{message['role']}]\n{_text(message['content'])}\n" for message in messages]
         return tuple("".join([*turns, "[assistant]\n"]).encode())
 
+    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
+        return (*text.encode(), EOS) if ended else tuple(text.encode())
+
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion | Refusal]:
         self.requests.extend(requests)
         self.batches.append(len(requests))
