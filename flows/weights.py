@@ -5,6 +5,7 @@ Every few rounds, evaluate on dev.
 Which inputs a round trains on, `pool.py` says; how a teacher helps with those that teach nothing, `teacher.py`.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from tasks.source import Source, sources_of
 from tasks.step import Manifest
 from tasks.tracking import StageRun
 from tasks.train import train
-from twofold import bands
+from twofold import bands, correction
 from twofold.asking import read_answers
 from twofold.attempts import ATTEMPTS, attempts_of, write_attempts
 from twofold.endpoints import Spent
@@ -30,7 +31,7 @@ from twofold.programs import load_pipeline
 from twofold.records import read_groups, read_rollouts, write_groups, write_rollouts
 from twofold.scaffolds import check_teacher
 from twofold.scores import read_scores, write_scores
-from twofold.settings import Settings
+from twofold.settings import Correction, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def train_weights(
         rounds.append(done)
         if done.dev:
             evaluated.append((candidate, done.dev))
-        _track(run, done)
+        _track(run, done, settings.weights.correction)
     spent = {name: sum(done.spent[name] for done in rounds) for name in rounds[0].spent}
     history = [{"round": done.number, **done.metrics} for done in rounds]
     records = {"records": _records(folder / "records", rounds)}
@@ -169,10 +170,12 @@ def _add_attempts(folder: Path, rounds: list[Round]) -> None:
     write_rollouts([one for made in trials for one in read_rollouts(made.folder)], folder / "trials")
 
 
-def _track(run: StageRun, done: Round) -> None:
+def _track(run: StageRun, done: Round, settings: Correction) -> None:
     model = run.log_checkpoint(done.checkpoint, done.number, {"round": str(done.number)})
     run.log(done.metrics, done.number, model)
     print(f"round {done.number}: {_said(done)}, {done.spent['seconds']:.0f} s", flush=True)
+    if warning := correction.warning(done.metrics, settings):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _said(done: Round) -> str:

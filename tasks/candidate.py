@@ -12,7 +12,9 @@ from tasks import WORK
 from tasks.step import Manifest
 from twofold import digests, policy, programs, servers
 from twofold.records import BASE_POLICY, SHARED
+from twofold.sampling import Engine
 from twofold.sampling.local import LocalEngine
+from twofold.sampling.vllm import VLLMEngine
 from twofold.servers import Server
 from twofold.settings import Settings
 
@@ -56,7 +58,7 @@ class Candidate:
             return digests.short(digests.of_json(names))
         return next(iter(names.values()), BASE_POLICY)
 
-    def open_engine(self, settings: Settings) -> tuple[LocalEngine | Server, dict[str, str]]:
+    def open_engine(self, settings: Settings) -> tuple[Engine | Server, dict[str, str]]:
         """What can answer for this candidate, and the policies to ask it for, by adapter."""
         if self.hosted:
             return _hosted(settings, self.hosted[0]), {}
@@ -82,7 +84,9 @@ logging.disable_progress_bar()
 
 # Models are heavy: one engine and one trainer live as long as the process, whatever steps ask for them.
 @lru_cache(maxsize=1)
-def _engine(model: Path, settings: Settings) -> LocalEngine:
+def _engine(model: Path, settings: Settings) -> Engine:
+    if settings.sampling.engine == "vllm":
+        return VLLMEngine(model, settings)
     return LocalEngine(model, settings)
 
 

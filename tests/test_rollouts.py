@@ -10,7 +10,7 @@ from dspy import lm15
 from pydantic import BaseModel
 
 from twofold import rollouts
-from twofold.errors import PipelineError
+from twofold.errors import PipelineError, ServerError
 from twofold.hints import Prompt
 from twofold.records import SHARED, read_rollouts, write_rollouts
 from twofold.rollouts import Progress, plan, plan_prompts
@@ -212,6 +212,18 @@ def fails(kind):
         return self.second(q=first)
 
     return Program(forward, first=dspy.Predict(Ask), second=dspy.Predict(Typed))
+
+
+def test_what_somebody_must_mend_ends_the_run():
+    """No rollout is to blame for it: a reward for the failure would be learned from."""
+
+    def answer(prompt, request):
+        if request.family == "second":
+            raise ServerError("No server answers.")
+        return "fine"
+
+    with pytest.raises(ServerError, match="No server answers"):
+        run(fails("lm_error"), answer, "x", "y")
 
 
 @pytest.mark.parametrize(

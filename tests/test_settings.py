@@ -52,6 +52,10 @@ def test_an_empty_file_has_the_defaults(tmp_path):
         ("sampling: {context: 10, max_tokens: 10}\n", r"max_tokens must be smaller than sampling\.context"),
         ("retrain: {schedule: {cron: x, interval: 3}}\n", "give either cron or interval"),
         ("ui: {mlflow_port: 4200}\n", "prefect_port and mlflow_port must differ"),
+        ("sampling: {engine: vllm}\n", r"'vllm' must name base_urls, or how many servers to start"),
+        ("seed: 1\nvllm: {port: 1}\n", r":2: unknown key 'vllm\.port'\. Valid names here: base_urls, start"),
+        ("vllm: {adapters: 1}\n", r":1: vllm: .*one of the two"),
+        ("vllm: {start: 1, base_urls: [a]}\n", r":1: vllm: .*one of the two"),
         ("- a\n", r":1: settings: "),
         ("a: [\n", "not valid YAML"),
     ],
@@ -91,6 +95,13 @@ def test_settings_cannot_be_changed():
 def test_likely_mistakes_are_warned_of(weights, word):
     [warning] = Settings.model_validate({"weights": weights}).warnings()
     assert word in warning
+
+
+def test_a_server_without_a_correction_is_warned_of():
+    served = {"sampling": {"engine": "vllm"}, "vllm": {"start": 1}}
+    [warning] = Settings.model_validate(served).warnings()
+    assert "weights.correction.mode" in warning
+    assert not Settings.model_validate({**served, "weights": {"correction": {"mode": "mask"}}}).warnings()
 
 
 def test_too_few_draws_for_a_batch_are_warned_of():

@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import make_model
 from twofold import policy
 from twofold.adapters import make_adapter
+from twofold.correction import warning
 from twofold.errors import ModelError, RecordError
 from twofold.groups import make_groups
 from twofold.records import SHARED, Call, Group, Rollout, policy_of
@@ -190,6 +191,88 @@ def test_loss_and_gradient_equal_the_formula(folder, kind, beta):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def corrected_loss(before: PeftModel, after: PeftModel, rows: list[Row], settings: Settings) -> torch.Tensor:
+    """What `hand_loss` is for grpo, with the clipped ratio against the trainer's own start, and weights by hand."""
+    loss, wanted = settings.weights.loss, settings.weights.correction
+    total = 0.0
+    for row in rows:
+        start, logps = plain_logps(before, row.call).detach(), plain_logps(after, row.call)
+        off = [math.exp(p - q) for p, q in zip(start.tolist(), row.call.logprobs, strict=True)]
+        if wanted.level == "sequence":
+            off = [math.prod(off)] * len(off)
+        weights = [r if r <= wanted.cap else {"truncate": wanted.cap, "mask": 0.0}[wanted.mode] for r in off]
+        ratio = torch.exp(logps - start)
+        clipped = ratio.clamp(1 - loss.epsilon_low, 1 + loss.epsilon_high)
+        value = -torch.minimum(ratio * row.advantage, clipped * row.advantage) * torch.tensor(weights)
+        with torch.no_grad(), after.disable_adapter():
+            reference = plain_logps(after, row.call)
+        kl = torch.exp(reference - logps) - (reference - logps) - 1
+        total = total + row.member_weight * (value + loss.beta * kl * ratio).mean()
+    return total / sum(row.member_weight for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_corrected_loss_and_gradient_equal_the_formula(folder, mode, level):
+    """In a round's second step: scored at the round's start, and updated after the weights have moved."""
+    correction = {"mode": mode, "level": level, "cap": 1.1}
+    settings = settings_for(loss={"beta": 0.04}, correction=correction, micro_batch=5)
+    rollouts = sampled(folder, settings, ("m", "a longer name"))
+    rollouts[::2] = nudge(rollouts[::2])
+    rows, _ = rows_of(rollouts, grouped(rollouts, settings), settings.weights)
+    trainer = Trainer(folder, settings)
+    before = plain_model(folder, trainer)
+    rows = trainer._scored(rows)
+    ratios = [ratio for row in rows for ratio in row.ratios]
+    assert min(ratios) < 1.1 < max(ratios)
+    shake(trainer.model)
+    after = plain_model(folder, trainer)
+    value, found = gradients(trainer, rows)
+    expected = corrected_loss(before, after, rows, settings)
+    assert value == pytest.approx(expected.item(), abs=1e-5)
+    expected.backward()
+    for name, parameter in after.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weight"),
+    # Ratios of 4 for every other token, 1/2 for the rest.
+    [("truncate", (2 + 0.5) / 2), ("mask", (0 + 0.5) / 2)],
+)
+def test_what_a_correction_did_is_reported(folder, mode, weight):
+    settings = settings_for(correction={"mode": mode, "cap": 2.0})
+    rollouts = [r for r in sampled(folder, settings) if len(r.calls[0].completion_ids) % 2 == 0]
+    moved = []
+    for rollout in rollouts:
+        [call] = rollout.calls
+        away = [math.log((4, 0.5)[k % 2]) for k in range(len(call.logprobs))]
+        shifted = tuple(value - gap for value, gap in zip(call.logprobs, away, strict=True))
+        moved.append(replace(rollout, calls=(replace(call, logprobs=shifted),)))
+    metrics = Trainer(folder, settings).update(moved, grouped(moved, settings), 0)
+    assert metrics["correction/weight"] == pytest.approx(weight, abs=1e-3)
+    assert metrics["correction/capped"] == 0.5
+    assert metrics["sampler_gap"] == pytest.approx((math.log(4) + math.log(2)) / 2, abs=1e-3)
+    said = warning(metrics, settings.weights.correction)
+    assert f"differ by 1.040 in the mean (n = {metrics['tokens']:.0f} tokens)" in said
+    assert not warning(metrics, settings.weights.correction.model_copy(update={"warn_gap": 1.05}))
+
+
+def test_without_a_gap_a_correction_changes_nothing(folder, tmp_path):
+    """Also for the second step and with two adapters: what was sampled here has the trainer's own probabilities."""
+    digests = []
+    for mode in ("none", "truncate"):
+        settings = settings_for(correction={"mode": mode}, steps_per_round=2)
+        rollouts = sampled(folder, settings, ("m", "n"))
+        trainer = Trainer(folder, settings, ("m", "n"))
+        trainer.update(rollouts, grouped(rollouts, settings), 0)
+        trainer.save(tmp_path / mode)
+        digests.append(load_file(tmp_path / mode / "n" / "adapter" / policy.TENSORS))
+    for name, tensor in digests[0].items():
+        torch.testing.assert_close(tensor, digests[1][name], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])

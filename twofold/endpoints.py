@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import dspy
 
 from twofold.errors import SettingsError
-from twofold.settings import Budget, Endpoint
+from twofold.settings import VLLM, Budget, Endpoint
 
 if TYPE_CHECKING:
     import openai
@@ -118,7 +118,7 @@ class Pace:
         time.sleep(begin - now)
 
 
-def key_of(endpoint: Endpoint, place: str) -> str:
+def key_of(endpoint: Endpoint | VLLM, place: str) -> str:
     """The endpoint's key; a word that is none, where it needs none.
 
     Args:

@@ -17,6 +17,10 @@ class ModelError(TwofoldError):
     """The base model cannot be fetched, or is not what it should be."""
 
 
+class ServerError(TwofoldError, ConnectionError):
+    """No server that samples answers; it may later."""
+
+
 class PipelineError(TwofoldError):
     """A pipeline's file is missing or does not give what it must."""
 

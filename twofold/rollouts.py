@@ -147,6 +147,7 @@ def run(
 
     Raises:
         PipelineError: the metric cannot be called with any of these arguments.
+        TwofoldError: what the engine raised and somebody must mend; no rollout is to blame.
         SettingsError: an endpoint refuses all requests, or its budget is used up.
     """
 
@@ -216,6 +217,8 @@ class _Runner:
         finally:
             for run in runs:
                 meeting.leave(run.order)
+        if meeting.failure:
+            raise meeting.failure
         return [done[run.order] for run in runs]
 
     def _collect(

@@ -52,6 +52,8 @@ class Draw(Section):
 
 
 class Sampling(Section):
+    engine: Literal["local", "vllm"] = "local"
+    """A model in this process, or vLLM servers; for these see `vllm`."""
     adapter: Literal["plain", "chat", "json", "xml"] = "plain"
     """How a signature becomes a prompt and an answer becomes fields: ours for small models, or one of DSPy's."""
     context: Positive = 2048
@@ -109,6 +111,31 @@ class Endpoint(Section):
     """Price of a million prompt tokens, in any one currency."""
     price_out: Annotated[float, Field(ge=0)] = 0.0
     """Price of a million sampled tokens."""
+
+
+class VLLM(Section):
+    """The servers of `sampling.engine: vllm`; see `sampling/vllm.py`. No step runs again because of a change here."""
+
+    base_urls: tuple[str, ...] = ()
+    """Servers that run already, such as http://127.0.0.1:8000; they must see the folders of the adapters."""
+    start: Count = 0
+    """Or so many are started on this machine, and end with the stage."""
+    python: str = ".venv-vllm/bin/python"
+    """The Python that has vLLM, for servers that are started."""
+    arguments: tuple[str, ...] = ()
+    """More arguments for these, such as --tensor-parallel-size=2."""
+    key: str | None = None
+    """Name of the environment variable with the key of the servers in `base_urls`; null sends none."""
+    adapters: Positive = 4
+    """Most adapters that a server holds at once."""
+    retries: Count = 4
+    """How often a request is sent again when it was lost with its server."""
+
+    @model_validator(mode="after")
+    def _servers_are_known(self) -> "VLLM":
+        if bool(self.base_urls) == bool(self.start):
+            raise ValueError("name running servers in 'base_urls', or how many to 'start', one of the two")
+        return self
 
 
 class Prompts(Section):
@@ -319,6 +346,18 @@ class Loss(Section):
     epsilon_high: Annotated[float, Field(ge=0)] = 0.2
 
 
+class Correction(Section):
+    """What is made of the difference between sampler and trainer; see `correction.py`."""
+
+    mode: Literal["none", "truncate", "mask"] = "none"
+    """`none` takes the sampler's log-probabilities for the trainer's own, which the clipped ratio then makes up for."""
+    level: Literal["token", "sequence"] = "token"
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    """Largest ratio of the trainer's to the sampler's probability that counts in full."""
+    warn_gap: Annotated[float, Field(gt=0)] = 0.1
+    """Warn when a token's log-probabilities by sampler and trainer differ by more than this in the mean, in nats."""
+
+
 class Optimizer(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 2e-4
     schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
@@ -384,6 +423,7 @@ class Weights(Section):
     """One adapter that all modules share and train (the paper's runs), or one for each module."""
     lora: Lora = Lora()
     loss: Loss = Loss()
+    correction: Correction = Correction()
     optimizer: Optimizer = Optimizer()
     micro_batch: Positive = 32
     """Rows of one forward and backward pass."""
@@ -490,6 +530,8 @@ class Settings(Section):
     data: Data = Data()
     model: Model = Model()
     sampling: Sampling = Sampling()
+    vllm: VLLM | None = None
+    """Where `sampling.engine: vllm` samples."""
     rewards: Rewards = Rewards()
     evaluate: Evaluate = Evaluate()
     prompts: Prompts = Prompts()
@@ -532,6 +574,12 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _servers_are_known(self) -> "Settings":
+        if self.sampling.engine == "vllm" and self.vllm is None:
+            raise ValueError("sampling.engine is 'vllm', so 'vllm' must name base_urls, or how many servers to start")
+        return self
+
+    @model_validator(mode="after")
     def _the_student_can_be_scored(self) -> "Settings":
         if self.scaffold and self.weights.rollouts_by_source[STUDENT] < 2:
             raise ValueError(
@@ -562,6 +610,11 @@ class Settings(Section):
             found.append(
                 f"scaffold.pool.max_draws is {self.scaffold.pool.max_draws}: no round can keep the {wanted} inputs "
                 "that weights.examples_per_round asks for. Use at least as many draws."
+            )
+        if self.sampling.engine == "vllm" and self.weights.correction.mode == "none":
+            found.append(
+                "weights.correction.mode is 'none': a server's log-probabilities differ from the trainer's, and that "
+                "difference stays in the probability ratio. Use 'truncate' or 'mask' with sampling.engine 'vllm'."
             )
         if self.weights.lora.dropout:
             found.append(

@@ -26,7 +26,9 @@
 5. One step of the optimizer and of the scheduler follows. A round without a usable row takes none.
 6. A round's examples may be cut in several parts (`steps_per_round`), with 2 to 5 for each. From the second part on the
    clipped ratio corrects for the steps before, as in PPO's minibatches (arXiv 1707.06347, algorithm 1).
-7. With an adapter for each module, all this is done for each adapter, with the rows of its module alone.
+7. With `weights.correction` the round's rows are scored before its first step, and each token's loss is weighted for
+   what the sampler's probability differs from the trainer's (`correction`).
+8. With an adapter for each module, all this is done for each adapter, with the rows of its module alone.
 
 What differs from `Trainer.train()`: the loop over micro-batches is ours, so that training can stop between any two
 rounds and go on to the same bytes.
@@ -35,7 +37,7 @@ rounds and go on to the same bytes.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,10 @@ from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import use_adapter
 
-from twofold import policy, prefix
+from twofold import correction, policy, prefix
 from twofold.records import SHARED, Call, Group, Rollout, read_json, write_json
 from twofold.seeds import derive
-from twofold.settings import Loss, Settings, Weights
+from twofold.settings import Correction, Loss, Settings, Weights
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
@@ -78,6 +80,10 @@ class Row:
     """m: how much the member counts among its group's members."""
     length: int
     """Tokens the member's loss is averaged over: those of the call, or of all calls of its rollout."""
+    scored: tuple[float, ...] = ()
+    """The trainer's log-probability of each token when the round began; empty takes the sampler's."""
+    ratios: tuple[float, ...] = ()
+    """Of each token: its probability by the trainer over that by the sampler; empty where nothing is corrected."""
 
 
 def rows_of(rollouts: Sequence[Rollout], groups: Sequence[Group], settings: Weights) -> tuple[list[Row], Counter[str]]:
@@ -197,9 +203,11 @@ class Trainer:
         Returns metrics: `loss`, `grad_norm` (of all adapters), both means over the steps, `learning_rate`,
         `entropy` (nats a token), `kl` (to the base, with beta), `clip_share`, `sampler_gap` (mean absolute difference
         between the trainer's and the sampler's log-probability of a token, before the first step), these four over the
-        student's own tokens; `rows`, `rows_off_policy`, `tokens`, `tokens_own`, `dropped/REASON` per reason, and
-        `updated`: the share of the steps that were taken; for the others there was nothing to learn from, or the
-        gradient was not finite.
+        student's own tokens; `sampler_gap_n`, how many of these the first step had; `rows`, `rows_off_policy`,
+        `tokens`, `tokens_own`, `dropped/REASON` per reason, and `updated`: the share of the steps that were taken; for
+        the others there was nothing to learn from, or the gradient was not finite. With `weights.correction` also
+        `correction/weight`, the mean of the own tokens' weights, and `correction/capped`, the share of them with a
+        ratio above the cap.
         """
         rows, dropped = rows_of(rollouts, groups, self.settings.weights)
         metrics = {f"dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
@@ -208,8 +216,23 @@ class Trainer:
         if not rows:
             return metrics
         torch.manual_seed(derive(self.settings.seed, "update", round_number))
+        if self.settings.weights.correction.mode != "none":
+            rows = self._scored(rows)
+            metrics |= _corrections(rows, self.settings.weights.correction)
         count = self.settings.weights.steps_per_round
         return metrics | _of_round([self._step(part) for part in parts_of(rows, count)], count)
+
+    def _scored(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with the trainer's log-probabilities as they are now, and the ratios that follow."""
+        weights, found = self.settings.weights, {}
+        for learner, own in self._by_learner([row for row in rows if not row.call.off_policy]):
+            learner.activate()
+            for batch in micro_batches(own, weights.micro_batch):
+                for row, scored in zip(batch, self.trl.score(batch), strict=True):
+                    sampled = torch.tensor(row.call.logprobs)
+                    ratios = correction.ratios_of(scored, sampled, weights.correction)
+                    found[_name(row.call)] = {"scored": tuple(scored.tolist()), "ratios": tuple(ratios.tolist())}
+        return [replace(row, **found.get(_name(row.call), {})) for row in rows]
 
     def _step(self, rows: Sequence[Row]) -> dict[str, float]:
         """One step of every adapter on its own of these rows. Returns its metrics."""
@@ -344,6 +367,9 @@ class GroupTrainer(GRPOTrainer):
         # token loss of its own.
         self.loss_type = "cispo" if settings.weights.loss.type == "cispo" else "dapo"
         self.current_gradient_accumulation_steps = 1  # TRL sets it when its own loop starts
+        # TRL weights a token's loss by `importance_sampling_ratio` only where it believes that vLLM sampled.
+        self.correction = settings.weights.correction
+        self.use_vllm = self.correction.mode != "none"
         self.scored = torch.empty(0)
         """Log-probabilities of the completion tokens in the last micro-batch, row after row."""
 
@@ -353,6 +379,9 @@ class GroupTrainer(GRPOTrainer):
         inputs = {name: value.to(self.model.device) for name, value in _tensors(rows, settings.loss, total).items()}
         if rows[0].call.off_policy:
             return self._off_policy_loss(inputs, settings.off_policy)
+        if self.use_vllm:
+            weights = [correction.weights_of(torch.tensor(row.ratios), self.correction) for row in rows]
+            inputs["importance_sampling_ratio"] = pad_sequence(weights, batch_first=True).to(self.model.device)
         if self.beta:
             with torch.no_grad(), use_adapter(self.model, adapter_name=None):
                 inputs["ref_per_token_logps"] = self._logps(inputs)
@@ -361,6 +390,14 @@ class GroupTrainer(GRPOTrainer):
     def _off_policy_loss(self, inputs: dict[str, Tensor], rule: str) -> Tensor:
         gain = off_policy_ratio(self._logps(inputs), rule) * inputs["advantages"][:, None]
         return -(gain * inputs["completion_mask"] * inputs["tool_mask"]).sum() / inputs["num_items_in_batch"]
+
+    def score(self, rows: Sequence[Row]) -> list[Tensor]:
+        """The log-probabilities, (T,), of each row's tokens under the adapter that is active."""
+        self.temperature = rows[0].call.temperature
+        tokens = {name: value.to(self.model.device) for name, value in _tokens(rows).items()}
+        with torch.no_grad():
+            found = self._logps(tokens).cpu()
+        return [scored[: len(row.call.completion_ids)] for row, scored in zip(rows, found, strict=True)]
 
     def _logps(self, inputs: dict[str, Tensor]) -> Tensor:
         """(B, completion), under the adapter that is active."""
@@ -433,19 +470,27 @@ def _states_before(model: PreTrainedModel, ids: Tensor, mask: Tensor, completion
     return torch.cat([last, after], dim=1)
 
 
-def _tensors(rows: Sequence[Row], loss: Loss, total: float) -> dict[str, Tensor]:
-    """TRL's inputs for one micro-batch: prompts padded on the left, completions on the right."""
+def _tokens(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Tokens and masks of one micro-batch, by TRL's names: prompts padded on the left, completions on the right."""
     prompts = [torch.tensor(row.call.prompt_ids) for row in rows]
     completions = [torch.tensor(row.call.completion_ids) for row in rows]
-    weights = [torch.full((len(row.call.completion_ids),), token_weight(row, loss)) for row in rows]
     return {
         "prompt_ids": pad_sequence(prompts, batch_first=True, padding_side="left"),
         "prompt_mask": pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left"),
         "completion_ids": pad_sequence(completions, batch_first=True),
         "completion_mask": pad_sequence([torch.ones_like(c) for c in completions], batch_first=True),
+    }
+
+
+def _tensors(rows: Sequence[Row], loss: Loss, total: float) -> dict[str, Tensor]:
+    """TRL's inputs for one micro-batch."""
+    weights = [torch.full((len(row.call.completion_ids),), token_weight(row, loss)) for row in rows]
+    old = [torch.tensor(row.scored or row.call.logprobs) for row in rows]
+    return {
+        **_tokens(rows),
         # TRL multiplies its token mask by this one: the place for w_t.
         "tool_mask": pad_sequence(weights, batch_first=True),
-        "old_per_token_logps": pad_sequence([torch.tensor(row.call.logprobs) for row in rows], batch_first=True),
+        "old_per_token_logps": pad_sequence(old, batch_first=True),
         "advantages": torch.tensor([row.advantage for row in rows]),
         "num_items_in_batch": torch.tensor(total),
     }
@@ -479,6 +524,21 @@ def _config(settings: Settings, device: torch.device) -> GRPOConfig:
     )
 
 
+def _name(call: Call) -> tuple[str, str, int]:
+    """What tells a call from all others; copies of a member have the same."""
+    return call.rollout_id, call.module, call.index
+
+
+def _corrections(rows: Sequence[Row], settings: Correction) -> dict[str, float]:
+    """Means over all tokens of a round."""
+    ratios = torch.tensor([ratio for row in rows for ratio in row.ratios])
+    if not len(ratios):
+        return {}
+    weights = correction.weights_of(ratios, settings)
+    capped = (ratios > settings.cap).float()
+    return {"correction/weight": weights.mean().item(), "correction/capped": capped.mean().item()}
+
+
 def _summed(batches: Sequence[dict[str, float]]) -> dict[str, float]:
     """Losses and tokens summed, the other metrics averaged over the student's own tokens, if there are any."""
     names = dict.fromkeys(name for batch in batches for name in batch)
@@ -501,6 +561,7 @@ def _of_round(steps: Sequence[dict[str, float]], wanted: int) -> dict[str, float
     noted = dict.fromkeys(name for step in steps for name in step if name not in _OF_ALL)
     means |= {name: _mean(name, OWN, steps) for name in noted}
     first = {name: steps[0][name] for name in ("sampler_gap", "learning_rate") if name in steps[0]}
+    first["sampler_gap_n"] = steps[0][OWN]
     own = sum(step[OWN] for step in steps)
     return means | first | {"tokens": tokens, OWN: own, "updated": sum(step["updated"] for step in steps) / wanted}
 

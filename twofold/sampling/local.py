@@ -30,6 +30,7 @@ from twofold import policy, prefix
 from twofold.errors import ModelError
 from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Refusal, SampleRequest
+from twofold.sampling.tokens import decode, encode, eos_ids, refuse
 from twofold.settings import Settings
 
 
@@ -51,15 +52,14 @@ class LocalEngine:
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         # To split special tokens is a state of the tokenizer, not of a call: `encode` must never meet it in a thread.
         self._splitting = copy.deepcopy(self.tokenizer)
-        self.eos = _eos_ids(self.model, self.tokenizer)
+        self.eos = eos_ids(self.model.generation_config, self.tokenizer)
         self._weights = dict(self.model.named_parameters())
         self._base: dict[str, Tensor] = {}
         self._adapters: dict[str, Path] = {}
         self._policy = BASE_POLICY
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode(self.tokenizer, messages)
 
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
         # A text that spells a special token is no special token.
@@ -75,7 +75,7 @@ class LocalEngine:
         answers: dict[int, Completion | Refusal] = {}
         buckets: dict[tuple, list[int]] = {}
         for k, request in enumerate(requests):
-            refusal = self._refuse(request)
+            refusal = refuse(request, self.settings.context)
             if refusal:
                 answers[k] = refusal
             else:
@@ -84,16 +84,6 @@ class LocalEngine:
             for batch in _chunks(bucket, self.settings.batch_size):
                 answers.update(zip(batch, self._answer([requests[k] for k in batch]), strict=True))
         return [answers[k] for k in range(len(requests))]
-
-    def _refuse(self, request: SampleRequest) -> Refusal | None:
-        length = len(request.prompt_ids)
-        if length + request.max_tokens > self.settings.context:
-            return Refusal(
-                "context_overflow",
-                f"prompt of {length} tokens and {request.max_tokens} to be sampled exceed sampling.context "
-                f"({self.settings.context})",
-            )
-        return Refusal("lm_error", "a prompt needs at least two tokens") if length < 2 else None
 
     def _use(self, name: str) -> None:
         """Let the model's weights be those of the policy `name`."""
@@ -155,13 +145,12 @@ class LocalEngine:
         return answer.ids[-1] in self.eos or len(answer.ids) == request.max_tokens
 
     def _completion(self, answer: _Answer, request: SampleRequest) -> Completion:
-        stopped = answer.ids[-1] in self.eos
-        text = self.tokenizer.decode(answer.ids[:-1] if stopped else answer.ids, skip_special_tokens=True)
+        text, finish_reason = decode(self.tokenizer, answer.ids, self.eos)
         return Completion(
             token_ids=tuple(answer.ids),
             logprobs=tuple(answer.logprobs),
             text=text,
-            finish_reason="stop" if stopped else "length",
+            finish_reason=finish_reason,
             policy=request.policy,
         )
 
@@ -217,9 +206,3 @@ def _left_padded(rows: list[tuple[int, ...]], device: torch.device) -> tuple[Ten
         ids[k, width - len(row) :] = torch.tensor(row)
         mask[k, width - len(row) :] = True
     return ids.to(device), mask.to(device)
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)

@@ -20,6 +20,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from twofold.errors import TwofoldError
 from twofold.sampling import Completion, Engine, Refusal, SampleRequest
 
 Answer = Completion | Refusal | BaseException
@@ -75,6 +76,8 @@ class Rendezvous:
         self._live: dict[int, Stopwatch] = {}
         self._waiting: list[_Ticket] = []
         self._sampling = False
+        self.failure: TwofoldError | None = None
+        """What the engine raised that somebody must mend first: more than a failure of the rollouts that asked."""
 
     def enter(self, order: int, stopwatch: Stopwatch) -> None:
         """Count rollout `order` in. Enter all rollouts of a shard before the first one starts."""
@@ -135,6 +138,7 @@ class Rendezvous:
         try:
             answers = list(zip(batch, self._engine.sample([ticket.request for ticket in batch]), strict=True))
         except BaseException as error:
+            self.failure = error if isinstance(error, TwofoldError) else self.failure
             answers = [(ticket, error) for ticket in batch]
         with self._changed:
             for ticket, answer in answers:

@@ -1,0 +1,418 @@
+"""vLLM servers: what one is asked, how one is started, and how samples are spread over several.
+
+1. A server is greeted before it is used: it must be healthy, serve one base model with room for `sampling.context`, and
+   give the log-probabilities of the distribution it draws from. For the last, a token is drawn with top-k 1: nothing
+   else could be drawn, so its log-probability must be 0.
+2. Samples of one family (one module of a program) go to one server, which has the beginning of its prompts in its
+   cache; but to the server with the shortest queue when the own one's is longer by more than `_MARGIN` samples.
+3. An adapter is loaded before its first sample and must then be listed. Of those that are more than `vllm.adapters` the
+   longest unused are unloaded, never one that somebody else has loaded.
+4. A server that lost a request is greeted anew, and one of ours that does not answer is started again first. Requests
+   meanwhile go to the others, and wait when there is none. Servers that stay away are tried again at the next batch.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from twofold.errors import ModelError, ServerError, SettingsError
+from twofold.records import BASE_POLICY
+from twofold.sampling import leash
+
+log = logging.getLogger(__name__)
+
+_MARGIN = 8
+"""Samples by which a queue may be longer than the shortest before a family leaves its server."""
+
+_PREFIX = "twofold-"
+"""Begins the names that adapters are served under; their digest follows."""
+
+_PATIENCE = 120.0
+"""Seconds that a server of ours, whose process lives, may leave the question unanswered whether it is healthy."""
+
+_BUSY = (408, 409, 429)
+"""What a server says that may say something else later, beside 5xx."""
+
+
+class LostError(Exception):
+    """A request got no answer; another server, or the same one later, may give it."""
+
+
+class UnknownError(LostError):
+    """The server has no such adapter."""
+
+
+class RefusedError(Exception):
+    """The server will never answer this request."""
+
+
+class Server:
+    """A server that runs already. Thread-safe.
+
+    Args:
+        adapters: how many may be loaded at once.
+        timeout: seconds for one answer.
+        key: bearer token, if it wants one.
+    """
+
+    def __init__(self, url: str, adapters: int, timeout: float, key: str | None = None):
+        self.adapters = adapters
+        self.timeout = timeout
+        self.key = key
+        self.base = ""
+        """The name that the base model is served under."""
+        self.state: Literal["starting", "up", "down"] = "starting"
+        self.queue = 0
+        """Samples that are on their way."""
+        self.trouble = ""
+        """Why it is down."""
+        self._lock = threading.Lock()
+        # The longest unused first, and whether we loaded it.
+        self._held: OrderedDict[str, bool] = OrderedDict()
+        self._using: Counter[str] = Counter()
+        self._connect(url)
+
+    def _connect(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
+            timeout=httpx.Timeout(self.timeout, connect=20.0, pool=None),
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    def healthy(self) -> bool | None:
+        """Whether it says that it is; None when it says nothing."""
+        try:
+            return self._http.get("/health", timeout=20.0).is_success
+        except httpx.TransportError:
+            return None
+
+    def open(self) -> None:
+        """Make sure that it answers; raises `LostError`."""
+        if not self.healthy():
+            raise LostError(f"{self.url} does not answer")
+
+    def close(self) -> None:
+        """Unload what we loaded."""
+        with self._lock:
+            for name in list(self._held):
+                self._withdraw(name)
+
+    def greet(self, context: int, prompt: Sequence[int]) -> None:
+        """See what it serves; `prompt` is any prompt with several likely answers.
+
+        Raises:
+            LostError: it does not answer.
+            ModelError: it cannot be sampled from; says what to start it with.
+        """
+        models = self._models()
+        bases = [model for model in models if not model.get("parent")]
+        if len(bases) != 1:
+            raise ModelError(f"{self.url} serves {len(bases)} base models. Give it one, under one name.")
+        if bases[0]["max_model_len"] < context:
+            raise ModelError(
+                f"{self.url} has room for {bases[0]['max_model_len']} tokens, sampling.context is {context}. "
+                f"Start it with --max-model-len {context}."
+            )
+        self.base = bases[0]["id"]
+        with self._lock:
+            for gone in self._held.keys() - {model["id"] for model in models}:
+                del self._held[gone]
+        self._check_logprobs(prompt)
+
+    def complete(self, body: Mapping[str, Any]) -> Any:
+        """The answer of the completions endpoint.
+
+        Raises:
+            LostError, UnknownError, RefusedError: there is none.
+            httpx.ReadTimeout: not in time.
+        """
+        answer = self._send("POST", "/v1/completions", body)
+        if answer.status_code == 404:
+            raise UnknownError(f"{self.url} has no model {body['model']}")
+        if answer.is_client_error:
+            raise RefusedError(f"{self.url}: {_message(answer)}")
+        return answer.json()
+
+    @contextmanager
+    def holding(self, policy: str, adapters: Mapping[str, Path]) -> Iterator[str]:
+        """The name that a policy is served under; its adapter stays loaded inside of the block."""
+        if policy == BASE_POLICY:
+            yield self.base
+            return
+        name = _PREFIX + policy
+        with self._lock:
+            if name not in self._held:
+                self._publish(name, adapters[policy])
+            self._held.move_to_end(name)
+            self._using[name] += 1
+            self._withdraw_old()
+        try:
+            yield name
+        except UnknownError:
+            with self._lock:
+                self._held.pop(name, None)
+            raise
+        finally:
+            with self._lock:
+                self._using[name] -= 1
+
+    def _publish(self, name: str, folder: Path) -> None:
+        """Load an adapter, unless it is there: the name holds its digest."""
+        missing = name not in self._names()
+        if missing:
+            self._load(name, folder)
+            if name not in self._names():
+                raise LostError(f"{self.url} has loaded {name} and does not list it")
+        self._held[name] = missing
+
+    def _load(self, name: str, folder: Path) -> None:
+        answer = self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
+        if not answer.is_success:
+            raise ModelError(
+                f"{self.url} cannot load the adapter {folder.resolve()}: {_message(answer)}. It must see that folder, "
+                "be started with --enable-lora and --max-lora-rank of at least weights.lora.r, and have "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment."
+            )
+
+    def _withdraw_old(self) -> None:
+        spare = [name for name in self._held if not self._using[name]]
+        for name in spare[: max(0, len(self._held) - self.adapters)]:
+            self._withdraw(name)
+
+    def _withdraw(self, name: str) -> None:
+        if self._held.pop(name):
+            # One that is gone already, or a server that is: as wished.
+            with suppress(LostError, httpx.ReadTimeout):
+                self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def _names(self) -> list[str]:
+        return [model["id"] for model in self._models()]
+
+    def _models(self) -> list[dict[str, Any]]:
+        answer = self._send("GET", "/v1/models")
+        if not answer.is_success:
+            raise ModelError(f"{self.url} is no vLLM server: /v1/models says {_message(answer)}")
+        return answer.json()["data"]
+
+    def _check_logprobs(self, prompt: Sequence[int]) -> None:
+        one = {"model": self.base, "prompt": list(prompt), "max_tokens": 1, "temperature": 1.0, "top_k": 1}
+        answer = self.complete({**one, "logprobs": 0, "return_token_ids": True})["choices"][0]
+        if "token_ids" not in answer:
+            raise ModelError(f"{self.url} answers without token ids: its vLLM is too old.")
+        if abs(answer["logprobs"]["token_logprobs"][0]) > 1e-3:
+            raise ModelError(
+                f"{self.url} gives log-probabilities from before temperature, top-p and top-k. "
+                "Start it with --logprobs-mode processed_logprobs."
+            )
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.ReadTimeout:
+            raise
+        except httpx.TransportError as error:
+            raise LostError(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
+        if answer.status_code in (401, 403):
+            raise SettingsError(f"{self.url} does not accept the key. Name the right variable in vllm.key.")
+        if answer.is_server_error or answer.status_code in _BUSY:
+            raise LostError(f"{self.url}: {_message(answer)}")
+        return answer
+
+
+class OwnServer(Server):
+    """A server that we start on this machine, reachable from this machine alone, and that ends with this process.
+
+    Args:
+        command: starts it; a free port and a key of its own are added.
+        environment: what it needs beside ours.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], adapters: int, timeout: float):
+        # Whoever may load adapters may make it read files: other users of the machine may not.
+        super().__init__("http://127.0.0.1", adapters, timeout, secrets.token_hex(16))
+        self.command = tuple(command)
+        self.environment = dict(environment)
+        self.process: subprocess.Popen | None = None
+
+    def open(self) -> None:
+        """Start it, unless it runs and is healthy; waits until it is ready.
+
+        Raises:
+            ModelError: it ended before it was ready.
+        """
+        if self._recovers():
+            return
+        self.close()
+        port = _free_port()
+        self._connect(f"http://127.0.0.1:{port}")
+        # Without a name, so that nobody has to remove it.
+        with tempfile.TemporaryFile() as output:
+            self.process = self._start(port, output.fileno())
+            while not self.healthy():
+                if self.process.poll() is not None:
+                    raise ModelError(f"The vLLM server ended before it was ready:\n{_end_of(output.fileno())}")
+                time.sleep(0.5)
+
+    def close(self) -> None:
+        if self.process:
+            self.process.stdin.close()
+            self.process.wait()
+
+    def _recovers(self) -> bool:
+        """Whether it is, or was only slow: a busy machine is no reason to start it again."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.process and self.process.poll() is None and time.monotonic() < deadline:
+            if (said := self.healthy()) is not None:
+                return said
+            time.sleep(0.2)
+        return False
+
+    def _start(self, port: int, output: int) -> subprocess.Popen:
+        command = [sys.executable, leash.__file__, *self.command, "--host", "127.0.0.1", "--port", str(port)]
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **self.environment, "VLLM_API_KEY": self.key},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+class Fleet:
+    """All servers. Thread-safe.
+
+    Args:
+        context: tokens that a prompt and its answer may have.
+        prompt: any prompt with several likely answers.
+    """
+
+    def __init__(self, servers: Sequence[Server], context: int, prompt: Sequence[int]):
+        self.servers = tuple(servers)
+        self.context = context
+        self.prompt = tuple(prompt)
+        self.losses = 0
+        """Requests that were lost; each was sent again, or ended in an error."""
+        self._changed = threading.Condition()
+        self._homes: dict[str, Server] = {}
+        self._wrong: Exception | None = None
+        for server in self.servers:
+            self._open(server)
+
+    @contextmanager
+    def taking(self, family: str, samples: int) -> Iterator[Server]:
+        """A server for so many samples of a family; they count as its queue inside of the block.
+
+        Raises:
+            ServerError: none answers, though it did or may.
+            TwofoldError: one of them cannot be used as it is.
+        """
+        with self._changed:
+            self._changed.wait_for(self._settled)
+            if self._wrong:
+                raise self._wrong
+            server = self._pick(family)
+            server.queue += samples
+        try:
+            yield server
+        finally:
+            with self._changed:
+                server.queue -= samples
+
+    def lost(self, server: Server, error: LostError) -> None:
+        """Take in that a request to a server was lost."""
+        with self._changed:
+            self.losses += 1
+            if server.state != "up":
+                return
+            server.state = "starting"
+        log.warning("A vLLM server lost requests: %s", error)
+        self._open(server)
+
+    def revive(self) -> None:
+        """Look again at servers that were away."""
+        with self._changed:
+            away = [server for server in self.servers if server.state == "down"]
+            for server in away:
+                server.state = "starting"
+        for server in away:
+            self._open(server)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def _open(self, server: Server) -> None:
+        threading.Thread(target=self._greet, args=(server,), daemon=True).start()
+
+    def _greet(self, server: Server) -> None:
+        begin, before = time.monotonic(), server.url
+        trouble, wrong = "", None
+        try:
+            server.open()
+            server.greet(self.context, self.prompt)
+        except (LostError, httpx.ReadTimeout) as error:
+            trouble = str(error)
+        except Exception as error:
+            trouble, wrong = str(error), error
+        with self._changed:
+            server.trouble, server.state = trouble, "down" if trouble else "up"
+            self._wrong = wrong or self._wrong
+            # A server more to deal the families to.
+            self._homes.clear()
+            self._changed.notify_all()
+        if server.url != before:
+            log.warning("vLLM server %s is up after %.0f s", server.url, time.monotonic() - begin)
+
+    def _settled(self) -> bool:
+        states = {server.state for server in self.servers}
+        return self._wrong is not None or "up" in states or "starting" not in states
+
+    def _pick(self, family: str) -> Server:
+        up = [server for server in self.servers if server.state == "up"]
+        if not up:
+            said = "; ".join(f"{server.url}: {server.trouble}" for server in self.servers)
+            raise ServerError(f"No vLLM server answers ({said}). Start one, or name others in vllm.base_urls.")
+        shortest = min(up, key=lambda server: server.queue)
+        home = self._homes.get(family)
+        if home not in up:
+            home = self._homes[family] = min(up, key=self._families)
+        return home if home.queue - shortest.queue <= _MARGIN else shortest
+
+    def _families(self, server: Server) -> tuple[int, int]:
+        return sum(home is server for home in self._homes.values()), server.queue
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        said = answer.json()
+        return f"{answer.status_code}: {said.get('error', said).get('message', said)}"
+    except (ValueError, AttributeError):
+        return f"{answer.status_code}: {answer.text[:200]}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _end_of(output: int) -> str:
+    """The last lines that were written to a file by somebody else."""
+    text = os.pread(output, 100_000_000, 0).decode(errors="replace")
+    return "\n".join(text.splitlines()[-20:])
