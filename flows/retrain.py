@@ -29,9 +29,9 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.states import Completed, State
 
-from tasks import WORK, leash, stage, tracking
+from tasks import WORK, stage, tracking
 from tasks.step import publish
-from twofold import arrivals, champion, digests, evaluation
+from twofold import arrivals, champion, digests, evaluation, leash
 from twofold.champion import Decision
 from twofold.errors import RetrainError, TwofoldError
 from twofold.programs import load_pipeline

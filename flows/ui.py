@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tasks import WORK, leash
+from tasks import WORK
+from twofold import leash
 from twofold.errors import TwofoldError
 from twofold.settings import Ui, load
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks import leash
 from tests.tiny import ROOT
+from twofold import leash
 
 STUBBORN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -24,7 +24,7 @@ time.sleep(100)
 
 STARTER = """
 import os, sys, time
-from tasks import leash
+from twofold import leash
 keeper = leash.start([sys.executable, "-c", sys.argv[1]], 0.3, os.environ)
 time.sleep(100)
 """

@@ -16,7 +16,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,9 +27,9 @@ from typing import Any, Literal
 
 import httpx
 
+from twofold import leash
 from twofold.errors import ModelError, ServerError, SettingsError
 from twofold.records import BASE_POLICY
-from twofold.sampling import leash
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +38,9 @@ _MARGIN = 8
 
 _PREFIX = "twofold-"
 """Begins the names that adapters are served under; their digest follows."""
+
+_GRACE = 10.0
+"""Seconds that a server of ours gets to end by itself."""
 
 _PATIENCE = 120.0
 """Seconds that a server of ours, whose process lives, may leave the question unanswered whether it is healthy."""
@@ -270,8 +272,7 @@ class OwnServer(Server):
 
     def close(self) -> None:
         if self.process:
-            self.process.stdin.close()
-            self.process.wait()
+            leash.stop(self.process)
 
     def _recovers(self) -> bool:
         """Whether it is, or was only slow: a busy machine is no reason to start it again."""
@@ -283,15 +284,9 @@ class OwnServer(Server):
         return False
 
     def _start(self, port: int, output: int) -> subprocess.Popen:
-        command = [sys.executable, leash.__file__, *self.command, "--host", "127.0.0.1", "--port", str(port)]
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **self.environment, "VLLM_API_KEY": self.key},
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = [*self.command, "--host", "127.0.0.1", "--port", str(port)]
+        env = {**os.environ, **self.environment, "VLLM_API_KEY": self.key}
+        return leash.start(command, _GRACE, env, stdout=output, stderr=subprocess.STDOUT)
 
 
 class Fleet:

@@ -28,7 +28,7 @@ def start(command: Sequence[str], grace: float, env: Mapping[str, str], **output
         grace: seconds that its processes get to end by themselves.
         output: `stdout` and `stderr`, as for `subprocess.Popen`.
     """
-    keeper = [sys.executable, "-m", "tasks.leash", str(grace), *command]
+    keeper = [sys.executable, "-P", __file__, str(grace), *command]
     return subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True, env=env, text=True, **output)
 
 
