@@ -99,8 +99,8 @@ def metric(example: dspy.Example, prediction: dspy.Prediction, trace: object = N
 def leakage(units: Sequence[str], text: str) -> float:
     """Share of the units that are in the text; 0 when there are none.
 
-    A unit is there when all its words are, whole and in its order: case, punctuation and the form of Unicode characters
-    make no difference, and a word may stand between two of them.
+    A unit is there when all its words are, whole and in its order, with at most one other word between two of them:
+    case, punctuation and the form of Unicode characters make no difference.
     """
     told = words(text)
     asked = [words(unit) for unit in units if words(unit)]
@@ -162,5 +162,9 @@ def _example(row: dict[str, str]) -> dspy.Example:
 
 
 def _in_order(unit: list[str], told: list[str]) -> bool:
-    rest = iter(told)
-    return all(word in rest for word in unit)
+    """Whether the unit's words are in the text, each at most one word after the one before."""
+    ends = {place for place, word in enumerate(told) if word == unit[0]}
+    for wanted in unit[1:]:
+        after = {place + step for place in ends for step in (1, 2)}
+        ends = {place for place in after if place < len(told) and told[place] == wanted}
+    return bool(ends)

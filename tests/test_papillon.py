@@ -35,6 +35,8 @@ from twofold.settings import Draw, Settings
         (["Ana Lima"], "Write to Ana.", 0.0),
         (["Ana Lima"], "Write to Lima, Ana.", 0.0),
         (["Ana Lima"], "Write to Ana Maria Lima.", 1.0),
+        (["Ana Lima"], "Ana asks for a hotel in Lima.", 0.0),
+        (["Ana Lima"], "Ana and Ana Lima.", 1.0),
         (["Ana"], "A banana.", 0.0),
         (["Ana", "Lima", "Peru", "Oslo"], "Ana moves to Oslo.", 0.5),
         (["555-0142"], "call 555 0142", 1.0),
