@@ -270,6 +270,15 @@ def test_page_is_laid_out_and_leads_from_an_input_to_its_advantage(opened: "Page
     assert dialog.locator(".result .facts b").inner_text() == f"reward {'1' if advantage == '+1.50' else '0'}.000"
     tab.keyboard.press("ArrowRight")
     assert dialog.locator(".bar p").inner_text() == "3 of 4"
+    # The button that goes back keeps the focus, so that it can be pressed again.
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Enter")
+    assert dialog.locator(".bar p").inner_text() == "2 of 4"
+    tab.keyboard.press("Enter")
+    assert dialog.locator(".bar p").inner_text() == "1 of 4"
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowRight")
     tab.keyboard.press("Escape")
     assert tab.locator("dialog[open]").count() == 0
     assert tab.evaluate("document.activeElement.dataset.at") == "2"

@@ -127,7 +127,9 @@ function row(rollout, at) {
   const own = [...calls].reverse().map((call) => membership(rollout, call)).find(Boolean) ?? membership(rollout, rollout);
   const answer = (module ? calls[0] : calls.at(-1))?.answer ?? "";
   const asked = Object.values(rollout.inputs).map(shown).join(" · ");
-  const element = make("div", { class: "row", role: "option", tabindex: at ? -1 : 0, "data-at": at },
+  const spoken = [`reward ${number(rollout.reward, 2)}`, place(rollout, false), `input ${asked}`, `answer ${answer}`, said(rollout.status)];
+  if (own) spoken.push(`advantage ${signed(own.advantage)}`);
+  const element = make("div", { class: "row", role: "option", tabindex: at ? -1 : 0, "data-at": at, "aria-label": spoken.join(", ") },
     make("span", { class: `reward ${rollout.reward > 0 ? "high" : "low"}` }, number(rollout.reward, 2)),
     make("span", { class: "where" }, place(rollout, false)),
     make("span", { class: "asked" }, asked),
@@ -175,25 +177,28 @@ function facts(...parts) {
   return make("p", { class: "facts" }, kept.join(" · "));
 }
 
-function open(at) {
+/** `focus` is the button of the bar that has the focus then, or the one to close if it cannot. */
+function open(at, focus = ".close") {
   current = at;
   const rollout = found[at];
   dialog.replaceChildren(bar(at), body(rollout));
   if (!dialog.open) dialog.showModal();
   dialog.scrollTop = 0;
-  dialog.querySelector(".close").focus({ preventScroll: true });
+  (dialog.querySelector(`.bar ${focus}:enabled`) ?? dialog.querySelector(".close")).focus({ preventScroll: true });
 }
 
 function bar(at) {
-  const step = (label, to) => {
-    const button = make("button", { type: "button", "aria-label": label === "←" ? "Rollout before" : "Next rollout" }, label);
+  const step = (name, label, spoken, to) => {
+    const button = make("button", { type: "button", class: name, "aria-label": spoken }, label);
     button.disabled = to < 0 || to >= found.length;
-    button.addEventListener("click", () => open(to));
+    button.addEventListener("click", () => open(to, `.${name}`));
     return button;
   };
+  const before = step("before", "←", "Rollout before", at - 1);
+  const next = step("next", "→", "Next rollout", at + 1);
   const close = make("button", { type: "button", class: "close" }, "Close");
   close.addEventListener("click", () => dialog.close());
-  return make("div", { class: "bar" }, make("p", {}, `${at + 1} of ${found.length}`), step("←", at - 1), step("→", at + 1), close);
+  return make("div", { class: "bar" }, make("p", {}, `${at + 1} of ${found.length}`), before, next, close);
 }
 
 function body(rollout) {
@@ -296,6 +301,7 @@ function result(rollout) {
 }
 
 dialog.addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey) return; // the browser's own, such as back
   const to = { ArrowLeft: current - 1, ArrowRight: current + 1 }[event.key];
   if (to !== undefined && found[to]) open(to);
 });
