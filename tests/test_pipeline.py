@@ -139,6 +139,17 @@ def test_second_repro_runs_nothing(checkout: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_strategy_runs_again_when_a_file_that_settings_name_changes(checkout: Path) -> None:
+    given = checkout / "given/program.json"
+    assert "given" not in dvc(checkout, "status", "strategy@weights")
+    given.write_text("{}")
+    try:
+        assert "modified:           given" in dvc(checkout, "status", "strategy@weights")
+    finally:
+        given.unlink()
+
+
+@pytest.mark.slow
 def test_nothing_pickled_and_no_secret_is_left(checkout: Path) -> None:
     files = [path for path in checkout.rglob("*") if path.is_file() and ".git" not in path.parts]
     assert len(files) > 100

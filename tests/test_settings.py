@@ -24,6 +24,15 @@ def test_the_projects_own_file_is_complete():
     assert not load(Path("params.yaml")).warnings()
 
 
+def test_dvc_sees_every_setting_that_changes_a_strategy():
+    import yaml
+
+    stage = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]["strategy"]["do"]
+    # `data` comes with data/prepared.
+    others = {"data", "strategies", "hosted", "vllm", "tracking", "retrain", "ui"}
+    assert {*stage["params"]} == {*Settings.model_fields} - others | {"strategies.${key}"}
+
+
 def test_an_empty_file_has_the_defaults(tmp_path):
     assert load(written(tmp_path, "")) == Settings()
 

@@ -162,7 +162,7 @@ def copy_project(folder: Path, server: str | None = None) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     ignored = (
         *(".gitignore", ".dvc/.gitignore", "data/.gitignore"),
-        *("data/arrived/.gitignore", "outputs/.gitignore", "champion/.gitignore"),
+        *("data/arrived/.gitignore", "outputs/.gitignore", "champion/.gitignore", "given/.gitkeep"),
     )
     for name in ("dvc.yaml", ".dvcignore", ".dvc/config", *ignored):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

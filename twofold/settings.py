@@ -225,7 +225,7 @@ class Pooling(Section):
     """Most prompts that a round draws to fill its batch."""
     start: str | None = None
     """Folder of a pool that every training begins with, as `twofold pool restore` writes it; null begins with all
-    examples active."""
+    examples active. DVC sees a change in it only where it lies in `given/`."""
 
 
 class AskedEndpoint(Endpoint):
@@ -374,7 +374,7 @@ class Source(Section):
     """Of the rollouts of each example; the student makes what all sources leave."""
     program: str | None = None
     """File of a saved program of the student's structure, as outputs/prompts/program/program.json is; null takes the
-    student's own."""
+    student's own. DVC sees a change in it only where it lies in `given/`."""
     lm: AskedEndpoint | None = None
     """The server that answers; null takes the base model."""
 
