@@ -152,6 +152,7 @@ def _question(settings: Settings, strategy: str) -> str:
             "data": stage.prepared_data().digest,
             "pipeline": load_pipeline(settings.pipeline).digest,
             "settings": settings.model_dump(mode="json", include={"seed", "model", "sampling", "rewards", "evaluate"}),
+            "endpoints": settings.asked,
             "gate": settings.retrain.gate.model_dump(mode="json"),
         }
     )
