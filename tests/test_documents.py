@@ -30,6 +30,21 @@ def test_the_program_is_one_file_of_at_most_60_lines() -> None:
     assert len(program.splitlines()) <= 60
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        place, _, anchor = link.partition("#")
+        target = page.parent / place if place else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 @pytest.mark.slow
 def test_a_reader_gets_a_trained_program(tmp_path: Path, prefect_server: str, smollm2: Path) -> None:
     copy_project(tmp_path, prefect_server)

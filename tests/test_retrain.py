@@ -10,6 +10,7 @@ import yaml
 from flows.cli import main
 from tests.tiny import PIPELINE, SETTINGS, make_checkout
 from twofold.champion import Standing, decisions, folder_of, standing
+from twofold.settings import NamedEndpoint, load
 
 ASKED = PIPELINE.replace('count("e")', "count(example.letter)").replace(
     "examples[:6], examples[6:10], examples[10:14]", "examples[:6], examples[6:30], examples[30:]"
@@ -33,7 +34,7 @@ def settle(**changes: object) -> None:
 
 
 def write(path: Path, content: list[dict[str, str]]) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in content))
 
 
@@ -62,6 +63,21 @@ def changed() -> set[str]:
     command = ["git", "status", "--porcelain", "--untracked-files=all"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {line[3:] for line in done.stdout.splitlines()}
+
+
+def test_a_decision_depends_on_the_servers_that_are_asked_and_not_on_their_patience(checkout: Path) -> None:
+    from flows.retrain import _question
+
+    write(Path("outputs/weights/metrics.json"), [])
+    write(Path("data/prepared/train.jsonl"), [])
+    settings = load(Path("params.yaml"))
+
+    def question(**changes: object) -> str:
+        far = NamedEndpoint.model_validate({"model": "small", "base_url": "http://127.0.0.1:1", **changes})
+        return _question(settings.model_copy(update={"endpoints": {"far": far}}), "weights")
+
+    assert question() == question(retries=9)
+    assert question() != question(model="large")
 
 
 @pytest.mark.slow
