@@ -14,10 +14,16 @@ import yaml
 from tests.tiny import ROOT, environment
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+PATIENCE = 120
+"""Seconds."""
+
+
+def free_ports() -> list[int]:
+    """Two that differ."""
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in (one, other)]
 
 
 def start(folder: Path, prefect_port: int, mlflow_port: int) -> "subprocess.Popen[str]":
@@ -33,10 +39,10 @@ def test_an_occupied_port_is_named_with_its_setting(tmp_path: Path, setting: str
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ports = [free_port(), free_port()]
+        ports = free_ports()
         ports[place] = taken.getsockname()[1]
         process = start(tmp_path, *ports)
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 2
     assert f"Port {ports[place]} of 127.0.0.1 cannot be used" in said
     assert f"set {setting} in params.yaml" in said
@@ -45,7 +51,7 @@ def test_an_occupied_port_is_named_with_its_setting(tmp_path: Path, setting: str
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    prefect, mlflow = free_port(), free_port()
+    prefect, mlflow = free_ports()
     process = start(tmp_path, prefect, mlflow)
     try:
         said = [process.stdout.readline() for _ in range(4)]
@@ -55,11 +61,14 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
             f"http://127.0.0.1:{prefect}/deployments",
         ]
         assert urllib.request.urlopen(f"http://127.0.0.1:{mlflow}/health").status == 200
+        # Ourselves, and each of the three under its keeper.
+        deadline = time.monotonic() + PATIENCE
         while len(running_in(tmp_path)) < 7:
+            assert time.monotonic() < deadline
             time.sleep(0.1)
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert running_in(tmp_path) == []
 

@@ -211,13 +211,19 @@ def test_the_key_comes_from_the_environment(folder, server, monkeypatch):
 # Several servers, and lost requests
 
 
+def greet(fleet: Fleet) -> None:
+    """Wait until all of its servers are up."""
+    deadline = time.monotonic() + 60
+    while any(one.state == "starting" for one in fleet.servers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_family_has_a_server_until_its_queue_is_too_long(server):
     with FakeVLLM().serving() as other:
         fleet = Fleet([Server(one.url, 4, 20) for one in (server, other)], 256, (3, 4))
         with ExitStack() as stack:
-            # Both are up once both were greeted.
-            while any(one.state == "starting" for one in fleet.servers):
-                time.sleep(0.01)
+            greet(fleet)
             first = stack.enter_context(fleet.taking("a", 4))
             assert stack.enter_context(fleet.taking("b", 4)) is not first
             # 4 + 8 against 4: no more than 8 longer. Then 13 against 4.
@@ -231,8 +237,7 @@ def test_a_family_has_a_server_until_its_queue_is_too_long(server):
 
 def test_what_a_dead_server_lost_another_one_answers(folder, server):
     with FakeVLLM().serving() as other, engine_on(folder, server, other) as engine:
-        while any(one.state == "starting" for one in engine.fleet.servers):
-            time.sleep(0.01)
+        greet(engine.fleet)
         engine.sample([ask(10)])
         # The family's server, which all of its requests go to.
         dying, living = (server, other) if server.asked else (other, server)
