@@ -94,6 +94,17 @@ def test_failed_rollouts_are_counted_with_their_reason(page: str) -> None:
     assert "timeout 1" in page
 
 
+def test_a_hosted_model_has_figures_and_no_rollouts_to_see(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings.model_validate(runs.SETTINGS)
+    report = runs.report(settings)
+    report["strategies"]["hosted-big"] = report["strategies"]["vanilla"]
+    monkeypatch.setattr(runs, "report", lambda settings: report)
+    page = write(run, settings)
+    assert '<th scope="row">hosted-big</th>' in page
+    assert 'data-strategy="weights" data-purpose="test"' in page
+    assert 'data-strategy="hosted-big"' not in page
+
+
 def test_the_page_asks_the_network_for_nothing(page: str) -> None:
     assert "default-src 'none'" in page
     without_scripts = re.sub(r"<script.*?</script>", "", page, flags=re.S)

@@ -13,7 +13,6 @@ import yaml
 
 from tests.tiny import ROOT, environment
 
-
 PATIENCE = 120
 """Seconds."""
 

@@ -71,6 +71,8 @@ def write_page(
         "headline": _headline(report),
         "first": next(iter(report["strategies"])),
         "strategies": _strategies(report),
+        # Hosted models have a row, and no rollouts on the page.
+        "browsed": list(outputs),
         "spends": any(row["money"] for row in report["strategies"].values()),
         "losses": lost,
         "charts": drawn,

@@ -96,6 +96,7 @@ function filter() {
 }
 
 function see(where) {
+  if (![...form.elements.strategy.options].some((option) => option.value === where.strategy)) return;
   form.reset();
   for (const name of ["strategy", "purpose", "round", "status"]) {
     const select = form.elements[name];
