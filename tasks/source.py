@@ -7,7 +7,7 @@ from pathlib import Path
 from tasks.candidate import Candidate
 from tasks.step import Manifest
 from twofold import sources
-from twofold.endpoints import Ledger, key_of
+from twofold.endpoints import Ledger
 from twofold.programs import STATE
 from twofold.settings import AskedEndpoint, Draw, Settings
 
@@ -29,7 +29,7 @@ class Source:
     def open(self, candidate: Candidate, settings: Settings, draw: Draw, ledger: Ledger) -> sources.Source:
         """The program in the candidate's place; what its LM costs is charged to the ledger."""
         if self.lm:
-            lm_of = sources.endpoint_lms(self.lm, f"{WHERE}.lm", ledger)
+            lm_of = sources.endpoint_lms(self.lm, f"{WHERE}.{self.name}.lm", ledger)
         else:
             engine, _ = candidate.open_engine(settings)
             lm_of = sources.local_lms(engine, draw, settings.sampling.max_tokens, ledger)
@@ -48,8 +48,6 @@ def sources_of(settings: Settings, candidate: Candidate, folder: Path) -> list[S
     sources.check(wanted, candidate.open_program())
     made = []
     for source in wanted:
-        if source.lm:
-            key_of(source.lm, f"{WHERE}.lm")
         program = _copied(Path(source.program), folder / source.name) if source.program else None
         made.append(Source(source.name, settings.weights.rollouts_by_source[source.name], program, source.lm))
     return made

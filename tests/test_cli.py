@@ -192,6 +192,16 @@ def test_the_plan_has_the_rollouts_of_sources(project: Path, capsys: pytest.Capt
     assert "of wise" in capsys.readouterr().out
 
 
+def test_check_misses_the_key_of_a_sources_server(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FAR_KEY", raising=False)
+    far = {"name": "far", "share": 0.3, "lm": {"model": "m", "base_url": "http://127.0.0.1:1", "key": "FAR_KEY"}}
+    settle(project, weights={**SETTINGS["weights"], "sources": [far]})
+    assert main(["check"]) == 2
+    assert "weights.sources.far.lm: the environment has no variable FAR_KEY" in capsys.readouterr().err
+
+
 def test_work_with_a_pool_by_hand() -> None:
     scaffold = {"pool": {"max_draws": 5, "reserve_every": 4, "recheck_every": 3}}
     changes = {"scaffold": scaffold, "strategies": {"weights": ["w"]}}

@@ -21,7 +21,7 @@ import dspy
 from dspy import lm15
 from dspy.utils.exceptions import AdapterParseError
 
-from twofold.endpoints import Ledger, Pace, client, money_for, text_of, usage_of
+from twofold.endpoints import Ledger, Pace, client, key_of, money_for, text_of, usage_of
 from twofold.errors import PipelineError
 from twofold.hints import ModuleHints, with_hints
 from twofold.lm import AsyncModuleEngine, ModuleEngine, Recorder, first, images_of, lm_on, response
@@ -59,12 +59,15 @@ _said: ContextVar[list[Said]] = ContextVar("twofold_said")
 
 
 def check(sources: Sequence[SourceSettings], student: dspy.Module) -> None:
-    """See to it that every source's program is there, and has the student's structure.
+    """See to it that every source's program is there, and has the student's structure, and that its LM's key is known.
 
     Raises:
         PipelineError: naming the source and the differences.
+        SettingsError: the environment lacks an endpoint's key.
     """
     for source in sources:
+        if source.lm:
+            key_of(source.lm, f"weights.sources.{source.name}.lm")
         if source.program is None:
             continue
         path = Path(source.program)
