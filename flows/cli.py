@@ -251,6 +251,8 @@ def _show_endpoints(settings: "Settings", pipeline: "Pipeline") -> None:
     from twofold.servers import check_named
 
     check_named(settings.endpoints, pipeline.endpoints)
+    if settings.prompts.proposer and any("p" in steps for steps in settings.strategies.values()):
+        key_of(settings.prompts.proposer, "prompts.proposer")
     for section in ("endpoints", "hosted"):
         for name, one in getattr(settings, section).items():
             key_of(one, f"{section}.{name}")

@@ -192,14 +192,27 @@ def test_the_plan_has_the_rollouts_of_sources(project: Path, capsys: pytest.Capt
     assert "of wise" in capsys.readouterr().out
 
 
-def test_check_misses_the_key_of_a_sources_server(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+FAR = {"model": "m", "base_url": "http://127.0.0.1:1", "key": "FAR_KEY"}
+
+
+@pytest.mark.parametrize(
+    ("place", "changes"),
+    [
+        ("weights.sources.far.lm", {"weights": {"sources": [{"name": "far", "share": 0.3, "lm": FAR}]}}),
+        ("prompts.proposer", {"prompts": {"proposer": FAR}}),
+    ],
+)
+def test_check_misses_a_key(
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    changes: dict[str, dict[str, object]],
 ) -> None:
     monkeypatch.delenv("FAR_KEY", raising=False)
-    far = {"name": "far", "share": 0.3, "lm": {"model": "m", "base_url": "http://127.0.0.1:1", "key": "FAR_KEY"}}
-    settle(project, weights={**SETTINGS["weights"], "sources": [far]})
+    settle(project, **{name: {**SETTINGS[name], **change} for name, change in changes.items()})
     assert main(["check"]) == 2
-    assert "weights.sources.far.lm: the environment has no variable FAR_KEY" in capsys.readouterr().err
+    assert f"{place}: the environment has no variable FAR_KEY" in capsys.readouterr().err
 
 
 def test_work_with_a_pool_by_hand() -> None:
