@@ -14,7 +14,6 @@ from twofold.sampling.local import LocalEngine
 from twofold.settings import Model, Settings, load
 from twofold.trainer import Trainer
 
-
 FAST_BFLOAT16 = pytest.mark.skipif(
     dtype_of(Model(device="cpu")) != torch.bfloat16, reason="this processor would take ten minutes in bfloat16"
 )
