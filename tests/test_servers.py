@@ -40,6 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
         tokens = {"prompt_tokens": 1000, "completion_tokens": 100, "total_tokens": 1100}
         body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "usage": tokens}
         body["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]
+        body |= self.server.changes
         data = json.dumps({"error": {"message": "no"}} if failed else body).encode()
         self.send_response(answer if failed else 200)
         self.send_header("Content-Type", "application/json")
@@ -58,6 +59,7 @@ class Served(ThreadingHTTPServer):
         self.reply, self.lock = reply, threading.Lock()
         self.asked: list[dict] = []
         self.keys: list[str] = []
+        self.changes: dict = {}
 
     def endpoint(self, **more) -> NamedEndpoint:
         url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -178,6 +180,23 @@ def test_a_budget_ends_the_run_and_counts_what_was_spent_before(tmp_path):
     # The first answer was kept.
     assert len(server.asked) == 2
     assert Spent(**read_json(tmp_path / "far" / "spent.json")) == Spent(2, 2000, 200, pytest.approx(0.006))
+
+
+def test_a_server_that_does_not_count_tokens_is_charged_for_bytes(tmp_path):
+    with serving(lambda asked: "far") as server:
+        server.changes = {"usage": None}
+        found = run(server, tmp_path)
+    # "draft a" has 7 bytes, "far" 3.
+    assert [(one.usage["far/tokens_in"], one.usage["far/tokens_out"]) for one in found] == [(7, 3), (7, 3)]
+    assert Spent(**read_json(tmp_path / "far" / "spent.json")).tokens_in == 14
+
+
+def test_an_answer_without_a_choice_is_an_lm_error(tmp_path):
+    with serving(lambda asked: "far") as server:
+        server.changes = {"choices": []}
+        found = run(server, tmp_path)
+    assert [one.status for one in found] == ["lm_error", "lm_error"]
+    assert "endpoints.far" in found[0].error
 
 
 def test_equal_requests_are_asked_once_and_count_for_each_rollout(tmp_path):

@@ -23,9 +23,9 @@ import dspy
 from dspy import lm15
 
 from twofold import digests
-from twofold.endpoints import BudgetError, Ledger, Pace, Spent, client, money_for
+from twofold.endpoints import AnswerError, BudgetError, Chat, Ledger, Spent, money_for
 from twofold.errors import SettingsError
-from twofold.lm import current_recorder
+from twofold.lm import current_recorder, response
 from twofold.local_lm import AsyncLocalLM, messages
 from twofold.records import read_json, write_json
 from twofold.sampling import Completion, SampleRequest
@@ -77,8 +77,7 @@ class Server:
     def __init__(self, name: str, endpoint: NamedEndpoint, place: str, ledger: Ledger, kept: Path | None = None):
         self.name, self.endpoint, self.place = name, endpoint, place
         self._ledger, self._kept = ledger, kept
-        self._client = client(endpoint, place, Pace(endpoint.requests_per_minute), ledger)
-        self._places = threading.BoundedSemaphore(endpoint.concurrency)
+        self._chat = Chat(endpoint, place, ledger)
         self._one_by_one: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Server":
@@ -99,13 +98,7 @@ class Server:
         money = money_for(self.endpoint, answer.tokens_in, answer.tokens_out)
         if tally := dspy.settings.get(_TALLY):
             tally.add(self.name, answer, money)
-        return lm15.Response(
-            id=None,
-            model=request.model,
-            message=lm15.Message.assistant(answer.text),
-            finish_reason="stop",
-            usage=lm15.Usage(input_tokens=answer.tokens_in, output_tokens=answer.tokens_out),
-        )
+        return response(request, answer.text, answer.tokens_in, answer.tokens_out)
 
     def _answer(self, asked: dict[str, Any]) -> Answer:
         """The kept answer to a request, or a new one."""
@@ -131,8 +124,7 @@ class Server:
         import openai  # takes most of a second
 
         try:
-            with self._places:
-                made = self._client.chat.completions.create(model=self.endpoint.model, **asked)
+            made = self._chat.ask(**asked)
         except BudgetError as error:
             raise SettingsError(
                 f"{self.place}.budget: {error} Raise it and run again; what is done is kept."
@@ -142,11 +134,11 @@ class Server:
             raise SettingsError(
                 f"{self.place}: the server refused ({error.status_code}). Check its model, base_url and key."
             ) from None
-        except openai.OpenAIError as error:
+        except (openai.OpenAIError, AnswerError) as error:
             raise lm15.ServerError(f"{self.place}: {type(error).__name__}: {error}") from error
-        used = (made.usage.prompt_tokens, made.usage.completion_tokens) if made.usage else (0, 0)
+        used = made.tokens_in, made.tokens_out
         self._ledger.charge(*used, money_for(self.endpoint, *used))
-        return Answer(made.choices[0].message.content or "", *used)
+        return Answer(made.text or "", *used)
 
 
 class HostedModule:
