@@ -1,5 +1,6 @@
 """Endpoints that a program and its metric ask, and whole programs on a server: real requests to a server here."""
 
+import asyncio
 import json
 import threading
 from collections import Counter
@@ -248,3 +249,21 @@ def test_a_whole_program_runs_on_a_server(tmp_path):
     assert usage_of(found)["endpoints/hosted/big/tokens_in"] == 2000
     assert server.asked[0]["temperature"] == 0.3
     assert (score(found, 100, 0).score, score(found, 100, 0).n) == (1.0, 2)
+
+
+def test_calls_that_a_hosted_program_awaits_keep_their_order(tmp_path):
+    class Awaiting(dspy.Module):
+        def __init__(self):
+            super().__init__()
+            self.z, self.a = dspy.Predict("q -> a"), dspy.Predict("q -> a")
+
+        async def both(self, q):
+            return await self.a.acall(q=(await self.z.acall(q=q)).a)
+
+        def forward(self, q):
+            return asyncio.run(self.both(q))
+
+    with serving(lambda asked: "yes") as server:
+        engine = hosted("big", server.endpoint(), tmp_path)
+        found = rollouts.run(Awaiting(), plan(EXAMPLES, 1, 0, "test"), lambda e, p: 1.0, engine, OPTIONS, Draw())
+    assert [[call.module for call in one.calls] for one in found] == [["z", "a"], ["z", "a"]]

@@ -25,7 +25,7 @@ from dspy import lm15
 from twofold import digests
 from twofold.endpoints import AnswerError, BudgetError, Chat, Ledger, Spent, money_for
 from twofold.errors import SettingsError
-from twofold.lm import current_recorder, response
+from twofold.lm import AsyncModuleEngine, current_recorder, response
 from twofold.local_lm import AsyncLocalLM, messages
 from twofold.records import read_json, write_json
 from twofold.sampling import Completion, SampleRequest
@@ -151,13 +151,16 @@ class HostedModule:
         return self
 
     def complete(self, request: lm15.Request) -> lm15.Response:
+        return self._complete(request, threading.get_ident())
+
+    def _complete(self, request: lm15.Request, thread: int) -> lm15.Response:
         recorder = current_recorder(self.module)
         response = self.server.complete(request)
         seed = recorder.next_seed(self.module, ())
         temperature, policy = request.config.temperature or 0.0, self.server.name
         asked = SampleRequest((), seed, temperature, 1.0, 0, 0, policy, self.module)
         said = Completion((), (), response.text, "stop", policy)
-        recorder.add(self.module, asked, said, (), threading.get_ident())
+        recorder.add(self.module, asked, said, (), thread)
         return response
 
 
@@ -172,12 +175,12 @@ def connect(endpoints: Mapping[str, NamedEndpoint], needed: tuple[str, ...], fol
         SettingsError: a needed endpoint is not there, or a key is not in the environment.
     """
     check_named(endpoints, needed)
-    return {
-        name: _lm(
-            Server(name, endpoint, f"endpoints.{name}", _ledger(endpoint, folder / name), folder / name), endpoint
-        )
-        for name, endpoint in endpoints.items()
-    }
+    lms = {}
+    for name, endpoint in endpoints.items():
+        kept = folder / name
+        server = Server(name, endpoint, f"endpoints.{name}", _ledger(endpoint, kept), kept)
+        lms[name] = _lm(server, AsyncLocalLM(server), endpoint)
+    return lms
 
 
 def check_named(endpoints: Mapping[str, NamedEndpoint], needed: tuple[str, ...]) -> None:
@@ -197,7 +200,8 @@ def hosted(name: str, endpoint: NamedEndpoint, folder: Path) -> Server:
 
 def hosted_lm(module: str, server: Server) -> dspy.LM:
     """The LM of one module of a program that runs on the server."""
-    return _lm(HostedModule(module, server), server.endpoint)
+    answers = HostedModule(module, server)
+    return _lm(answers, AsyncModuleEngine(answers), server.endpoint)
 
 
 @contextmanager
@@ -214,11 +218,11 @@ def _ledger(endpoint: NamedEndpoint, folder: Path) -> Ledger:
     return Ledger(endpoint.budget, before, lambda now: write_json(now, path))
 
 
-def _lm(engine: Server | HostedModule, endpoint: NamedEndpoint) -> dspy.LM:
+def _lm(engine: Any, async_engine: Any, endpoint: NamedEndpoint) -> dspy.LM:
     return dspy.LM(
         f"endpoint/{endpoint.model}",
         engine=engine,
-        async_engine=AsyncLocalLM(engine),
+        async_engine=async_engine,
         cache=False,
         num_retries=0,
         temperature=endpoint.temperature,
