@@ -166,6 +166,14 @@ def test_values_and_runs_of_their_words_are_replaced(text: str, shown: str) -> N
     assert redactor.text(text.replace("\\n", " ")) == shown
 
 
+def test_a_value_is_replaced_where_it_stands_in_json() -> None:
+    value = 'Zoë "Z" Müller\nHauptstraße 7\n1010 Wien'
+    redactor = Redactor(["query"], [value])
+    for ascii_only in (True, False):
+        assert redactor.text(json.dumps(f"To {value}!", ensure_ascii=ascii_only)) == f'"To {MARK}!"'
+    assert redactor.text(r'"hauptstraße 7\n1010 wien"') == f'"{MARK}"'
+
+
 def test_a_private_field_is_replaced_whole_wherever_it_is_nested() -> None:
     redactor = Redactor(["query"], ["secret word"])
     found = redactor.fields({"query": 3, "kept": [{"query": "x", "other": "a secret word"}], "n": 1})
