@@ -121,6 +121,14 @@ class Server:
             LostError: it does not answer.
             ModelError: it cannot be sampled from; says what to start it with.
         """
+        try:
+            self._check(context, prompt)
+        except RefusedError as error:
+            raise ModelError(f"{self.url} answers no completion: {error}") from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise ModelError(f"{self.url} does not answer as a vLLM server does: {error!r}") from error
+
+    def _check(self, context: int, prompt: Sequence[int]) -> None:
         models = self._models()
         bases = [model for model in models if not model.get("parent")]
         if len(bases) != 1:
@@ -141,6 +149,7 @@ class Server:
 
         Raises:
             LostError, UnknownError, RefusedError: there is none.
+            ModelError: it is no JSON.
             httpx.ReadTimeout: not in time.
         """
         answer = self._send("POST", "/v1/completions", body)
@@ -148,7 +157,10 @@ class Server:
             raise UnknownError(f"{self.url} has no model {body['model']}")
         if answer.is_client_error:
             raise RefusedError(f"{self.url}: {_message(answer)}")
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise ModelError(f"{self.url} answered a completion with what is no JSON. Is it a vLLM server?") from error
 
     @contextmanager
     def holding(self, policy: str, adapters: Mapping[str, Path]) -> Iterator[str]:
@@ -357,21 +369,20 @@ class Fleet:
 
     def _greet(self, server: Server) -> None:
         begin, before = time.monotonic(), server.url
-        trouble, wrong = "", None
+        trouble: Exception | None = None
         try:
             server.open()
             server.greet(self.context, self.prompt)
-        except (LostError, httpx.ReadTimeout) as error:
-            trouble = str(error)
         except Exception as error:
-            trouble, wrong = str(error), error
+            trouble = error
         with self._changed:
-            server.trouble, server.state = trouble, "down" if trouble else "up"
-            self._wrong = wrong or self._wrong
+            server.trouble, server.state = str(trouble), "down" if trouble else "up"
+            if not isinstance(trouble, LostError | httpx.ReadTimeout | None):
+                self._wrong = trouble
             # A server more to deal the families to.
             self._homes.clear()
             self._changed.notify_all()
-        if server.url != before:
+        if not trouble and server.url != before:
             log.warning("vLLM server %s is up after %.0f s", server.url, time.monotonic() - begin)
 
     def _settled(self) -> bool:

@@ -160,7 +160,9 @@ class VLLMEngine:
         try:
             reply = _Reply.model_validate(answer)
         except ValidationError as error:
-            raise ModelError(f"{server.url} answered what is no completion with token ids: {error}") from error
+            # What was answered stays out of the error: it may be private.
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ModelError(f"{server.url} answered what is no completion with token ids: {wrong}") from None
         if reply.model != name:
             raise ModelError(f"{server.url} was asked for {name}, and {reply.model} answered.")
         choices = sorted(reply.choices, key=lambda choice: choice.index)
