@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 import twofold
 from twofold import digests
-from twofold.settings import Settings
+from twofold.settings import AskedEndpoint, Settings
 
 TRANSPORT_ERRORS = (ConnectionError, TimeoutError, httpx.TransportError)
 """What may go away by itself. Anything else fails the same way again."""
@@ -167,6 +167,8 @@ def _keyed(value: Any, reads: tuple[str, ...]) -> Any:
             return value.digest
         case Settings():
             return {name: _keyed(functools.reduce(getattr, name.split("."), value), reads) for name in reads}
+        case AskedEndpoint():
+            return value.asked
         case BaseModel():
             return value.model_dump(mode="json")
         case list() | tuple():

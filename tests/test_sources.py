@@ -269,6 +269,15 @@ def test_another_program_is_another_step():
     assert key("a", "x") == key("b", "x") != key("a", "y")
 
 
+def test_how_patiently_a_server_is_asked_makes_no_other_step():
+    def key(**changes: object) -> str:
+        lm = AskedEndpoint.model_validate({"model": "m", "base_url": "http://localhost:1", **changes})
+        return collect.key(source=Teacher("wise", 1, None, lm))
+
+    assert key() == key(retries=9, timeout=1, key="OTHER", concurrency=1, requests_per_minute=5)
+    assert len({key(), key(model="n"), key(base_url="http://localhost:2"), key(temperature=0), key(price_in=1)}) == 5
+
+
 def test_groups_are_joint_and_what_failed_is_lost():
     """One of two students right, one of three sources' rollouts right, and another one lost to a time-out."""
     own = [rollout("s0", "m", 1.0), rollout("s1", "m", 0.0)]

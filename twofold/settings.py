@@ -239,6 +239,11 @@ class AskedEndpoint(Endpoint):
     requests_per_minute: Positive | None = None
     """Most requests that begin in a minute, retries included; null is no limit."""
 
+    @property
+    def asked(self) -> list[str | float | int]:
+        """What an answer and its price depend on."""
+        return [self.model, self.base_url, self.temperature, self.max_tokens, self.price_in, self.price_out]
+
 
 class Budget(Section):
     """The most that may be used; null is no limit. When one is used up, nothing more is asked."""
@@ -256,11 +261,6 @@ class NamedEndpoint(AskedEndpoint):
 
     budget: Budget = Budget()
     """For all stages together, since `.work` was new. When it is used up the run stops, and can go on."""
-
-    @property
-    def asked(self) -> list[str | float | int]:
-        """What an answer and its price depend on."""
-        return [self.model, self.base_url, self.temperature, self.max_tokens, self.price_in, self.price_out]
 
 
 class Teacher(Section):
