@@ -14,7 +14,6 @@ batch. The seeds make draws repeatable only where the batches are the same.
 """
 
 import atexit
-import copy
 import os
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from twofold.errors import ModelError, ServerError
 from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Refusal, SampleRequest
 from twofold.sampling.servers import Fleet, LostError, OwnServer, RefusedError, Server
-from twofold.sampling.tokens import decode, encode, eos_ids, refuse
+from twofold.sampling.tokens import AnswerEncoder, decode, encode, eos_ids, refuse
 from twofold.settings import Settings
 
 _AT_ONCE = 256
@@ -92,8 +91,7 @@ class VLLMEngine:
     def __init__(self, model_dir: Path, settings: Settings):
         self.settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        # To split special tokens is a state of the tokenizer, not of a call.
-        self._splitting = copy.deepcopy(self.tokenizer)
+        self._answers = AnswerEncoder(self.tokenizer)
         self.eos = eos_ids(_generation(model_dir), self.tokenizer)
         self._adapters: dict[str, Path] = {}
         greeting = self.encode([{"role": "user", "content": "Name any number."}])
@@ -104,9 +102,7 @@ class VLLMEngine:
         return encode(self.tokenizer, messages)
 
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
-        # A text that spells a special token is no special token.
-        ids = self._splitting(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return (*ids, self.tokenizer.eos_token_id) if ended else tuple(ids)
+        return self._answers(text, ended)
 
     def load(self, adapter: Path) -> str:
         name = policy.digest(adapter)
