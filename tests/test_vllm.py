@@ -19,8 +19,9 @@ from tests.tiny import ROOT, make_model
 from twofold import policy
 from twofold.errors import ModelError, ServerError, SettingsError
 from twofold.sampling import Completion, Refusal, SampleRequest
+from twofold.sampling.fleet import Fleet
 from twofold.sampling.local import LocalEngine
-from twofold.sampling.servers import Fleet, Server
+from twofold.sampling.servers import Server
 from twofold.sampling.vllm import VLLMEngine
 from twofold.settings import Settings
 

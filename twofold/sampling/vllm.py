@@ -4,7 +4,7 @@ How a list of requests is answered:
 
 1. A request that would not fit the context is refused. Those with equal prompt, policy and draw become one request for
    `n` samples, with the seed of the first; at temperature 0 one sample is the answer to all.
-2. Each goes to a server (see `servers`) as token ids, with every setting of the draw, so that none of the server's
+2. Each goes to a server (see `fleet`) as token ids, with every setting of the draw, so that none of the server's
    defaults count. The answer holds token ids and log-probabilities.
 3. An answer counts only if it names the adapter that was asked for, under the name with its digest, and has the prompt
    that was sent. A request that was lost with its server is sent again, `vllm.retries` times at most.
@@ -31,7 +31,8 @@ from twofold.endpoints import key_of
 from twofold.errors import ModelError, ServerError
 from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Refusal, SampleRequest
-from twofold.sampling.servers import Fleet, LostError, OwnServer, RefusedError, Server
+from twofold.sampling.fleet import Fleet
+from twofold.sampling.servers import LostError, OwnServer, RefusedError, Server
 from twofold.sampling.tokens import AnswerEncoder, decode, encode, eos_ids, refuse
 from twofold.settings import Settings
 
