@@ -168,9 +168,10 @@ def _keyed(value: Any, reads: tuple[str, ...]) -> Any:
         case Settings():
             return {name: _keyed(functools.reduce(getattr, name.split("."), value), reads) for name in reads}
         case AskedEndpoint():
+            # How patiently it is asked changes no answer.
             return value.asked
         case BaseModel():
-            return value.model_dump(mode="json")
+            return {name: _keyed(part, reads) for name, part in value}
         case list() | tuple():
             return [_keyed(part, reads) for part in value]
         case None | bool() | int() | float() | str():
