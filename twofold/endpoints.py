@@ -5,6 +5,7 @@
 3. A ledger counts every request before it is sent, and tokens and money when the answer is there. When the budget is
    used up nothing more is sent. Answers that are on their way then still arrive: tokens and money may end above the
    budget by what these cost, calls never.
+4. A chat's answer comes with its tokens, as the server counts them; one that does not is charged for every byte.
 """
 
 import os
