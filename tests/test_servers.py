@@ -3,9 +3,10 @@
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -267,3 +268,29 @@ def test_calls_that_a_hosted_program_awaits_keep_their_order(tmp_path):
         engine = hosted("big", server.endpoint(), tmp_path)
         found = rollouts.run(Awaiting(), plan(EXAMPLES, 1, 0, "test"), lambda e, p: 1.0, engine, OPTIONS, Draw())
     assert [[call.module for call in one.calls] for one in found] == [["z", "a"], ["z", "a"]]
+
+
+def test_calls_of_a_hosted_program_side_by_side_have_one_order(tmp_path):
+    class Both(dspy.Module):
+        def __init__(self):
+            super().__init__()
+            self.ask = dspy.Predict("q -> a")
+
+        def forward(self, q):
+            pairs = [(self.ask, {"q": f"{q} {k}"}) for k in range(4)]
+            return dspy.Parallel(num_threads=4, disable_progress_bar=True)(pairs)[0]
+
+    def texts(slow):
+        def reply(asked):
+            [number] = [k for k in range(4) if f"a {k}" in str(asked["messages"])]
+            time.sleep(0.2 * (number in slow))
+            return f"said {number}"
+
+        with serving(reply) as server:
+            # Not the server's lock: answers must overtake each other.
+            server.lock = nullcontext()
+            engine = hosted("big", server.endpoint(), tmp_path)
+            [one] = rollouts.run(Both(), plan(EXAMPLES[:1], 1, 0, "test"), lambda e, p: 1.0, engine, OPTIONS, Draw())
+        return [call.text for call in one.calls]
+
+    assert texts({0, 1}) == texts({2, 3})
