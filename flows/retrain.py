@@ -208,9 +208,7 @@ def _keep(settings: Settings, strategy: str, candidate: str) -> None:
         if (result / name).is_dir():
             publish(result / name, aside / name)
     shutil.copy(result / "metrics.json", aside)
-    write_json(
-        {name: value for name, value in settings.of_results().items() if name != "tracking"}, aside / "settings.json"
-    )
+    write_json(settings.public(), aside / "settings.json")
     publish(aside, champion.folder_of(settings.pipeline, candidate))
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 import twofold
 from twofold import digests
-from twofold.settings import Settings
+from twofold.settings import AskedEndpoint, Settings
 
 TRANSPORT_ERRORS = (ConnectionError, TimeoutError, httpx.TransportError)
 """What may go away by itself. Anything else fails the same way again."""
@@ -167,8 +167,11 @@ def _keyed(value: Any, reads: tuple[str, ...]) -> Any:
             return value.digest
         case Settings():
             return {name: _keyed(functools.reduce(getattr, name.split("."), value), reads) for name in reads}
+        case AskedEndpoint():
+            # How patiently it is asked changes no answer.
+            return value.asked
         case BaseModel():
-            return value.model_dump(mode="json")
+            return {name: _keyed(part, reads) for name, part in value}
         case list() | tuple():
             return [_keyed(part, reads) for part in value]
         case None | bool() | int() | float() | str():

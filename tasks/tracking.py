@@ -188,9 +188,7 @@ def _close_killed(client: "MlflowClient", experiment: str, parent: str, stage: s
 def _params(settings: Settings) -> list[Any]:
     from mlflow.entities import Param
 
-    # An address may carry a password.
-    plain = {name: value for name, value in settings.of_results().items() if name != "tracking"}
-    return [Param(name, str(value)) for name, value in sorted(_flat(plain).items())]
+    return [Param(name, str(value)) for name, value in sorted(_flat(settings.public()).items())]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

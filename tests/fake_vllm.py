@@ -34,6 +34,10 @@ class FakeVLLM(ThreadingHTTPServer):
         """What a completion takes."""
         self.dead = False
         """Whether its engine is: it drops every completion, and is not healthy."""
+        self.refuses = False
+        """Whether it refuses every completion."""
+        self.changes: dict = {}
+        """Of each choice."""
         self.say: list[int] = []
         """Statuses that the next completions are answered with instead."""
         self.asked: list[dict] = []
@@ -89,6 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.fail(400, "no such adapter")
 
     def complete(self, body: dict) -> None:
+        if self.server.refuses:
+            return self.fail(400, "no completions")
         if body["top_k"] != 1:
             self.server.asked.append(body)
             if self.server.dead:
@@ -98,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         if body["model"] not in ("base", *self.server.adapters):
             return self.fail(404, "no such model")
         time.sleep(self.server.seconds)
-        choices = [_choice(body, k, self.server.processed) for k in range(body.get("n", 1))]
+        choices = [_choice(body, k, self.server.processed) | self.server.changes for k in range(body.get("n", 1))]
         return self.reply(200, {"model": self.server.answers_as or body["model"], "choices": choices[::-1]})
 
     def allowed(self) -> bool:

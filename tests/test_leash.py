@@ -81,3 +81,14 @@ def test_a_command_that_ends_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     pid = int(keeper.stdout.readline())
     assert keeper.wait() == 7
     assert gone([pid])
+
+
+def test_a_second_signal_does_not_let_the_command_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    keeper = leash.start([sys.executable, "-c", STUBBORN], 0.5, os.environ)
+    pids = pids_of(keeper)
+    keeper.terminate()
+    time.sleep(0.2)
+    keeper.terminate()
+    keeper.wait()
+    assert gone(pids)

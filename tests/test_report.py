@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests import runs
 from twofold.programs import load_pipeline
 from twofold.records import Rollout
-from twofold.report import browse, write_page
-from twofold.report.browse import Set
+from twofold.report import sets, write_page
 from twofold.report.private import MARK, Redactor
+from twofold.report.sets import Set
 from twofold.settings import Settings
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def test_equal_records_make_equal_pages(run: Path, page: str) -> None:
 def test_a_big_run_is_sampled_by_input_and_every_round_has_its_share(
     monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:
-    monkeypatch.setattr(browse, "LIMIT", 30)
+    monkeypatch.setattr(sets, "LIMIT", 30)
     settings = Settings.model_validate(runs.SETTINGS)
     page = write(run, settings)
     data = embedded(page, "data")
@@ -133,7 +133,7 @@ def test_a_big_run_is_sampled_by_input_and_every_round_has_its_share(
 
 
 def test_one_input_is_shown_however_long_it_is(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    monkeypatch.setattr(browse, "TEXT", 1)
+    monkeypatch.setattr(sets, "TEXT", 1)
     data = embedded(write(run, Settings.model_validate(runs.SETTINGS)), "data")
     assert [data["sets"][row["set"]]["round"] for row in data["rollouts"]] == [None]
 
@@ -177,6 +177,14 @@ def test_values_and_runs_of_their_words_are_replaced(text: str, shown: str) -> N
     assert redactor.text(text.replace("\\n", " ")) == shown
 
 
+def test_a_value_is_replaced_where_it_stands_in_json() -> None:
+    value = 'Zoë "Z" Müller\nHauptstraße 7\n1010 Wien'
+    redactor = Redactor(["query"], [value])
+    for ascii_only in (True, False):
+        assert redactor.text(json.dumps(f"To {value}!", ensure_ascii=ascii_only)) == f'"To {MARK}!"'
+    assert redactor.text(r'"hauptstraße 7\n1010 wien"') == f'"{MARK}"'
+
+
 def test_a_private_field_is_replaced_whole_wherever_it_is_nested() -> None:
     redactor = Redactor(["query"], ["secret word"])
     found = redactor.fields({"query": 3, "kept": [{"query": "x", "other": "a secret word"}], "n": 1})
@@ -200,8 +208,8 @@ def test_draw_takes_sets_in_turn_and_never_part_of_an_input(monkeypatch: pytest.
         write_rollouts(made, tmp_path / name)
         return Set(name, "", "training", 1, tmp_path / name, tuple(made))
 
-    monkeypatch.setattr(browse, "LIMIT", 10)
-    drawn = browse._draw([one("a", 9, 2), one("b", 1, 3), one("c", 9, 1)], 0)
+    monkeypatch.setattr(sets, "LIMIT", 10)
+    drawn = sets.draw([one("a", 9, 2), one("b", 1, 3), one("c", 9, 1)], 0)
     # In turn: 2, 3, 1; then b is empty: 2, 1; then a's next 2 are too many, and one more of c makes ten.
     assert [len(ids) for ids in drawn] == [4, 3, 3]
     assert len({name.split("/")[1] for name in drawn[0]}) == 2

@@ -1,10 +1,12 @@
 """Endpoints that a program and its metric ask, and whole programs on a server: real requests to a server here."""
 
+import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -40,6 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
         tokens = {"prompt_tokens": 1000, "completion_tokens": 100, "total_tokens": 1100}
         body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "usage": tokens}
         body["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]
+        body |= self.server.changes
         data = json.dumps({"error": {"message": "no"}} if failed else body).encode()
         self.send_response(answer if failed else 200)
         self.send_header("Content-Type", "application/json")
@@ -58,6 +61,7 @@ class Served(ThreadingHTTPServer):
         self.reply, self.lock = reply, threading.Lock()
         self.asked: list[dict] = []
         self.keys: list[str] = []
+        self.changes: dict = {}
 
     def endpoint(self, **more) -> NamedEndpoint:
         url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -180,6 +184,23 @@ def test_a_budget_ends_the_run_and_counts_what_was_spent_before(tmp_path):
     assert Spent(**read_json(tmp_path / "far" / "spent.json")) == Spent(2, 2000, 200, pytest.approx(0.006))
 
 
+def test_a_server_that_does_not_count_tokens_is_charged_for_bytes(tmp_path):
+    with serving(lambda asked: "far") as server:
+        server.changes = {"usage": None}
+        found = run(server, tmp_path)
+    # "draft a" has 7 bytes, "far" 3.
+    assert [(one.usage["far/tokens_in"], one.usage["far/tokens_out"]) for one in found] == [(7, 3), (7, 3)]
+    assert Spent(**read_json(tmp_path / "far" / "spent.json")).tokens_in == 14
+
+
+def test_an_answer_without_a_choice_is_an_lm_error(tmp_path):
+    with serving(lambda asked: "far") as server:
+        server.changes = {"choices": []}
+        found = run(server, tmp_path)
+    assert [one.status for one in found] == ["lm_error", "lm_error"]
+    assert "endpoints.far" in found[0].error
+
+
 def test_equal_requests_are_asked_once_and_count_for_each_rollout(tmp_path):
     counts: Counter[str] = Counter()
 
@@ -229,3 +250,47 @@ def test_a_whole_program_runs_on_a_server(tmp_path):
     assert usage_of(found)["endpoints/hosted/big/tokens_in"] == 2000
     assert server.asked[0]["temperature"] == 0.3
     assert (score(found, 100, 0).score, score(found, 100, 0).n) == (1.0, 2)
+
+
+def test_calls_that_a_hosted_program_awaits_keep_their_order(tmp_path):
+    class Awaiting(dspy.Module):
+        def __init__(self):
+            super().__init__()
+            self.z, self.a = dspy.Predict("q -> a"), dspy.Predict("q -> a")
+
+        async def both(self, q):
+            return await self.a.acall(q=(await self.z.acall(q=q)).a)
+
+        def forward(self, q):
+            return asyncio.run(self.both(q))
+
+    with serving(lambda asked: "yes") as server:
+        engine = hosted("big", server.endpoint(), tmp_path)
+        found = rollouts.run(Awaiting(), plan(EXAMPLES, 1, 0, "test"), lambda e, p: 1.0, engine, OPTIONS, Draw())
+    assert [[call.module for call in one.calls] for one in found] == [["z", "a"], ["z", "a"]]
+
+
+def test_calls_of_a_hosted_program_side_by_side_have_one_order(tmp_path):
+    class Both(dspy.Module):
+        def __init__(self):
+            super().__init__()
+            self.ask = dspy.Predict("q -> a")
+
+        def forward(self, q):
+            pairs = [(self.ask, {"q": f"{q} {k}"}) for k in range(4)]
+            return dspy.Parallel(num_threads=4, disable_progress_bar=True)(pairs)[0]
+
+    def texts(slow):
+        def reply(asked):
+            [number] = [k for k in range(4) if f"a {k}" in str(asked["messages"])]
+            time.sleep(0.2 * (number in slow))
+            return f"said {number}"
+
+        with serving(reply) as server:
+            # Not the server's lock: answers must overtake each other.
+            server.lock = nullcontext()
+            engine = hosted("big", server.endpoint(), tmp_path)
+            [one] = rollouts.run(Both(), plan(EXAMPLES[:1], 1, 0, "test"), lambda e, p: 1.0, engine, OPTIONS, Draw())
+        return [call.text for call in one.calls]
+
+    assert texts({0, 1}) == texts({2, 3})

@@ -1,5 +1,6 @@
 """Settings: what is wrong is said with file, line and key."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,18 @@ def test_a_wrong_change_changes_nothing(tmp_path, name, value):
 def test_results_do_not_depend_on_when_they_are_made():
     later = Settings.model_validate({"retrain": {"schedule": {"interval": 60}}, "ui": {"mlflow_port": 5001}})
     assert later.of_results() == Settings().of_results()
+
+
+def test_what_is_public_names_no_server_and_no_key():
+    server = {"model": "m", "base_url": "http://me:geheim@inside:1", "key": "KEY_NAME"}
+    found = Settings.model_validate(
+        {
+            "tracking": {"uri": "http://inside:2"},
+            "prompts": {"proposer": server},
+            "endpoints": {"far": server},
+            "weights": {"sources": [{"name": "wise", "share": 0.5, "lm": server}]},
+            "vllm": {"base_urls": ["http://inside:3"], "key": "KEY_NAME"},
+        }
+    ).public()
+    assert not re.search("inside|geheim|KEY_NAME", str(found))
+    assert found["endpoints"]["far"]["model"] == found["weights"]["sources"][0]["lm"]["model"] == "m"

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from tasks.collect import collect
 from tasks.source import Source as Teacher
 from tasks.step import Manifest
+from tasks.train import train
 from tests.test_groups import grouped, rollout
 from tests.test_rollouts import Ask, Program, called, examples, run, settings
 from tests.test_scaffolds import completion, serving
@@ -267,6 +268,18 @@ def test_another_program_is_another_step():
         return collect.key(source=Teacher("wise", 1, Manifest(folder, {"program.json": digest}), None))
 
     assert key("a", "x") == key("b", "x") != key("a", "y")
+
+
+def test_how_patiently_a_server_is_asked_makes_no_other_step():
+    def keys(**changes: object) -> tuple[str, str]:
+        lm = AskedEndpoint.model_validate({"model": "m", "base_url": "http://localhost:1", **changes})
+        weights = Weights(sources=(SourceSettings(name="wise", share=0.5, lm=lm),))
+        return collect.key(source=Teacher("wise", 1, None, lm)), train.key(settings=Settings(weights=weights))
+
+    assert keys() == keys(retries=9, timeout=1, key="OTHER", concurrency=1, requests_per_minute=5)
+    others = {"model": "n", "base_url": "http://localhost:2", "temperature": 0, "max_tokens": 1, "price_in": 1}
+    for found in zip(keys(), *(keys(**{name: value}) for name, value in others.items()), strict=True):
+        assert len(set(found)) == 6
 
 
 def test_groups_are_joint_and_what_failed_is_lost():

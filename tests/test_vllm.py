@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from tests.tiny import ROOT, make_model
 from twofold import policy
 from twofold.errors import ModelError, ServerError, SettingsError
 from twofold.sampling import Completion, Refusal, SampleRequest
+from twofold.sampling.fleet import Fleet
 from twofold.sampling.local import LocalEngine
-from twofold.sampling.servers import Fleet, Server
+from twofold.sampling.servers import Server
 from twofold.sampling.vllm import VLLMEngine
 from twofold.settings import Settings
 
@@ -160,6 +162,15 @@ def test_an_answer_of_another_model_is_an_error(folder, server, tmp_path):
         assert engine.sample([ask(10)])[0].policy == "base"
 
 
+def test_an_error_does_not_repeat_what_was_answered(folder, server):
+    with engine_on(folder, server) as engine:
+        engine.sample([ask(10)])
+        server.changes = {"token_ids": "geheim"}
+        with pytest.raises(ModelError, match=r"choices\.0\.token_ids") as raised:
+            engine.sample([ask(10)])
+    assert "geheim" not in "".join(traceback.format_exception(raised.value))
+
+
 def test_an_adapter_that_is_gone_is_loaded_again(folder, server, tmp_path):
     with engine_on(folder, server) as engine:
         name = engine.load(adapter(tmp_path, "a"))
@@ -188,7 +199,12 @@ def test_an_adapter_that_cannot_be_loaded_is_named(folder, server, tmp_path):
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"processed": False}, "--logprobs-mode processed_logprobs"), ({"context": 255}, "--max-model-len 256")],
+    [
+        ({"processed": False}, "--logprobs-mode processed_logprobs"),
+        ({"context": 255}, "--max-model-len 256"),
+        ({"context": None}, "does not answer as a vLLM server does"),
+        ({"refuses": True}, "400: no completions"),
+    ],
 )
 def test_a_server_that_was_started_otherwise_is_an_error(folder, server, wrong, message):
     vars(server).update(wrong)

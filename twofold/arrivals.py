@@ -102,6 +102,8 @@ class Checks:
         """What is wrong with a row; empty when nothing is."""
         try:
             row = json.loads(line)
+            # Python reads more than can be written: NaN, and halves of characters such as "\ud800".
+            _written(row)
         except (ValueError, RecursionError) as error:
             return f"It is not JSON: {error}."
         if not isinstance(row, dict):
@@ -163,6 +165,10 @@ def _lines(content: bytes) -> list[bytes]:
     return [line for line in content.split(b"\n") if line.strip()]
 
 
+def _written(row: Any) -> bytes:
+    return json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+
+
 def _keep(content: bytes, folder: Path, checks: Checks) -> Taken:
     good, bad = [], []
     for line in _lines(content):
@@ -176,7 +182,6 @@ def _keep(content: bytes, folder: Path, checks: Checks) -> Taken:
     aside.mkdir(parents=True)
     (aside / ORIGINAL).write_bytes(content)
     for name, rows in ((ROWS, good), (REJECTED, bad)):
-        text = "".join(f"{json.dumps(row, sort_keys=True, ensure_ascii=False)}\n" for row in rows)
-        (aside / name).write_bytes(text.encode())
+        (aside / name).write_bytes(b"".join(_written(row) + b"\n" for row in rows))
     aside.rename(folder)
     return Taken(folder, len(good), len(bad))

@@ -5,6 +5,7 @@
 3. A ledger counts every request before it is sent, and tokens and money when the answer is there. When the budget is
    used up nothing more is sent. Answers that are on their way then still arrive: tokens and money may end above the
    budget by what these cost, calls never.
+4. A chat's answer comes with its tokens, as the server counts them; one that does not is charged for every byte.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import dspy
 
 from twofold.errors import SettingsError
-from twofold.settings import VLLM, Budget, Endpoint
+from twofold.settings import VLLM, AskedEndpoint, Budget, Endpoint
 
 if TYPE_CHECKING:
     import openai
@@ -166,6 +167,48 @@ def client(endpoint: Endpoint, place: str, pace: Pace, ledger: Ledger) -> "opena
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server answered to a chat."""
+
+    text: str | None
+    """None when the model refused, or a filter did."""
+    ended: bool
+    """By itself, and not by the limit of its length."""
+    tokens_in: int
+    tokens_out: int
+
+
+class Chat:
+    """A server that is asked chats, as many at once as its settings allow. Thread-safe.
+
+    Args:
+        place: where the endpoint stands in the settings.
+        ledger: counts the requests; what answers cost is charged by whoever asks.
+
+    Raises:
+        SettingsError: like `key_of`.
+    """
+
+    def __init__(self, endpoint: AskedEndpoint, place: str, ledger: Ledger):
+        self._model = endpoint.model
+        self._client = client(endpoint, place, Pace(endpoint.requests_per_minute), ledger)
+        self._places = threading.BoundedSemaphore(endpoint.concurrency)
+
+    def ask(self, messages: list[dict[str, Any]], **options: Any) -> Reply:
+        """The answer to a chat; `options` are OpenAI's.
+
+        Raises:
+            openai.OpenAIError: there is none.
+            BudgetError: nothing was sent.
+            AnswerError: it is no chat completion.
+        """
+        with self._places:
+            answer = self._client.chat.completions.create(model=self._model, messages=messages, **options)
+        text = _text_of(answer)
+        return Reply(text, answer.choices[0].finish_reason == "stop", *_usage_of(answer, messages, text))
+
+
 def lm_of(endpoint: Endpoint, place: str, max_tokens: int, temperature: float) -> dspy.LM:
     """The endpoint as an LM for DSPy programs; raises `SettingsError` like `key_of`."""
     return dspy.LM(
@@ -180,7 +223,7 @@ def lm_of(endpoint: Endpoint, place: str, max_tokens: int, temperature: float) -
     )
 
 
-def text_of(answer: Any) -> str | None:
+def _text_of(answer: Any) -> str | None:
     """The text of a server's answer; None when the model refused, or a filter did.
 
     Raises:
@@ -194,7 +237,7 @@ def text_of(answer: Any) -> str | None:
         raise AnswerError("The server's answer is no chat completion with a choice.") from error
 
 
-def usage_of(answer: Any, messages: list[dict[str, Any]], text: str | None) -> tuple[int, int]:
+def _usage_of(answer: Any, messages: list[dict[str, Any]], text: str | None) -> tuple[int, int]:
     """Tokens in and out. A server that does not say is charged one for each byte: more than it can be."""
     if answer.usage:
         return answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0

@@ -116,9 +116,14 @@ def difference(a: Sequence[Rollout], b: Sequence[Rollout], resamples: int, seed:
 
 
 def sentence(name: str, found: Mapping[str, float]) -> str:
-    """A difference in words, with its interval and n; `found` holds the fields of a `Difference`."""
+    """A difference of that name in words; arguments as of `in_words`."""
+    return f"{name}: {in_words(found)}"
+
+
+def in_words(found: Mapping[str, float]) -> str:
+    """A difference with its interval and n; `found` holds the fields of a `Difference`."""
     return (
-        f"{name}: {found['difference']:+.3f} (95% interval {found['ci_low']:+.3f} to {found['ci_high']:+.3f}, "
+        f"{found['difference']:+.3f} (95% interval {found['ci_low']:+.3f} to {found['ci_high']:+.3f}, "
         f"n = {found['n']:.0f})"
     )
 

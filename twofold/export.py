@@ -29,9 +29,6 @@ OUTPUTS = Path("outputs")
 DATA = Path("data/prepared")
 REPORT = Path("reports/compare.json")
 
-PRIVATE = frozenset({"tracking", "base_url", "key"})
-"""Settings that are nobody's business: where runs are logged, and which servers were asked."""
-
 _ALONE = """
 import sys
 sys.modules.update(dict.fromkeys(("twofold", "tasks", "flows", "pipelines")))
@@ -193,15 +190,9 @@ def _write_merged(result: Result, folder: Path) -> None:
 
 def _public(settings: Settings) -> dict[str, Any]:
     """The settings without what is private; of a local model only the folder's name."""
-    public = _without(settings.of_results())
+    public = settings.public()
     public["model"]["source"] = card.source_of(settings)
     return public
-
-
-def _without(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {name: _without(part) for name, part in value.items() if name not in PRIVATE}
 
 
 def _results(result: Result) -> dict[str, Any]:

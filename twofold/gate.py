@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twofold.evaluation import Difference, difference
+from twofold.evaluation import Difference, difference, in_words
 from twofold.records import Rollout
 from twofold.settings import Promotion
 
@@ -65,7 +65,7 @@ def reasons(gain: Difference, readable: Difference, leakage: Difference | None, 
 
 
 def _said(found: Difference) -> str:
-    return f"{found.difference:+.3f} (95% interval {found.ci_low:+.3f} to {found.ci_high:+.3f}, n = {found.n})"
+    return in_words(dataclasses.asdict(found))
 
 
 def _readable(rollouts: Sequence[Rollout]) -> list[Rollout]:

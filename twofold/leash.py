@@ -46,6 +46,8 @@ def keep(grace: float, command: Sequence[str]) -> int:
         while child.poll() is None and not select.select([sys.stdin], [], [], TURN)[0]:
             pass
     finally:
+        # Whoever is impatient must not keep the keeper from ending the command.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end(child, grace)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 

@@ -24,7 +24,7 @@ import dspy
 from pydantic_core import to_jsonable_python
 
 from twofold import digests, programs
-from twofold.endpoints import AnswerError, Ledger, Pace, client, lm_of, money_for, text_of, usage_of
+from twofold.endpoints import AnswerError, Chat, Ledger, Pace, lm_of, money_for
 from twofold.eps import Score, Verdict
 from twofold.errors import PipelineError, SettingsError
 from twofold.examples import example_id, labels_of
@@ -328,20 +328,14 @@ class _Server(_Accountable):
     def __init__(self, settings: TeacherSettings, ledger: Ledger, where: str):
         super().__init__(f"endpoint/{settings.endpoint.model}", PROMPT_VERSION, settings, ledger)
         self.endpoint = settings.endpoint
-        self.client = client(self.endpoint, where, Pace(self.endpoint.requests_per_minute), ledger)
-        self.places = BoundedSemaphore(self.endpoint.concurrency)
+        self.chat = Chat(self.endpoint, where, ledger)
 
     def _reply(self, request: Request) -> _Reply:
-        messages = chat(request, self.settings)
-        with self.places:
-            answer = self.client.chat.completions.create(
-                model=self.endpoint.model,
-                messages=messages,
-                temperature=self.endpoint.temperature,
-                max_tokens=self.endpoint.max_tokens,
-            )
-        text = text_of(answer)
-        tokens = usage_of(answer, messages, text)
+        wanted = self.endpoint
+        answer = self.chat.ask(
+            chat(request, self.settings), temperature=wanted.temperature, max_tokens=wanted.max_tokens
+        )
+        text, tokens = answer.text, (answer.tokens_in, answer.tokens_out)
         if text is None or not text.strip():
             return _Reply(text, *tokens)
         try:

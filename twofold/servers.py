@@ -23,9 +23,9 @@ import dspy
 from dspy import lm15
 
 from twofold import digests
-from twofold.endpoints import BudgetError, Ledger, Pace, Spent, client, money_for
+from twofold.endpoints import AnswerError, BudgetError, Chat, Ledger, Spent, money_for
 from twofold.errors import SettingsError
-from twofold.lm import current_recorder
+from twofold.lm import AsyncModuleEngine, current_recorder, response
 from twofold.local_lm import AsyncLocalLM, messages
 from twofold.records import read_json, write_json
 from twofold.sampling import Completion, SampleRequest
@@ -77,8 +77,7 @@ class Server:
     def __init__(self, name: str, endpoint: NamedEndpoint, place: str, ledger: Ledger, kept: Path | None = None):
         self.name, self.endpoint, self.place = name, endpoint, place
         self._ledger, self._kept = ledger, kept
-        self._client = client(endpoint, place, Pace(endpoint.requests_per_minute), ledger)
-        self._places = threading.BoundedSemaphore(endpoint.concurrency)
+        self._chat = Chat(endpoint, place, ledger)
         self._one_by_one: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Server":
@@ -99,13 +98,7 @@ class Server:
         money = money_for(self.endpoint, answer.tokens_in, answer.tokens_out)
         if tally := dspy.settings.get(_TALLY):
             tally.add(self.name, answer, money)
-        return lm15.Response(
-            id=None,
-            model=request.model,
-            message=lm15.Message.assistant(answer.text),
-            finish_reason="stop",
-            usage=lm15.Usage(input_tokens=answer.tokens_in, output_tokens=answer.tokens_out),
-        )
+        return response(request, answer.text, answer.tokens_in, answer.tokens_out)
 
     def _answer(self, asked: dict[str, Any]) -> Answer:
         """The kept answer to a request, or a new one."""
@@ -131,8 +124,7 @@ class Server:
         import openai  # takes most of a second
 
         try:
-            with self._places:
-                made = self._client.chat.completions.create(model=self.endpoint.model, **asked)
+            made = self._chat.ask(**asked)
         except BudgetError as error:
             raise SettingsError(
                 f"{self.place}.budget: {error} Raise it and run again; what is done is kept."
@@ -142,11 +134,11 @@ class Server:
             raise SettingsError(
                 f"{self.place}: the server refused ({error.status_code}). Check its model, base_url and key."
             ) from None
-        except openai.OpenAIError as error:
+        except (openai.OpenAIError, AnswerError) as error:
             raise lm15.ServerError(f"{self.place}: {type(error).__name__}: {error}") from error
-        used = (made.usage.prompt_tokens, made.usage.completion_tokens) if made.usage else (0, 0)
+        used = made.tokens_in, made.tokens_out
         self._ledger.charge(*used, money_for(self.endpoint, *used))
-        return Answer(made.choices[0].message.content or "", *used)
+        return Answer(made.text or "", *used)
 
 
 class HostedModule:
@@ -159,13 +151,17 @@ class HostedModule:
         return self
 
     def complete(self, request: lm15.Request) -> lm15.Response:
+        return self._complete(request, threading.get_ident())
+
+    def _complete(self, request: lm15.Request, thread: int) -> lm15.Response:
         recorder = current_recorder(self.module)
         response = self.server.complete(request)
-        seed = recorder.next_seed(self.module, ())
+        # It draws nothing there, but calls side by side are put in order by it.
+        seed = recorder.next_seed(self.module, tuple(digests.of_json(messages(request)).encode()))
         temperature, policy = request.config.temperature or 0.0, self.server.name
         asked = SampleRequest((), seed, temperature, 1.0, 0, 0, policy, self.module)
         said = Completion((), (), response.text, "stop", policy)
-        recorder.add(self.module, asked, said, (), threading.get_ident())
+        recorder.add(self.module, asked, said, (), thread)
         return response
 
 
@@ -180,12 +176,12 @@ def connect(endpoints: Mapping[str, NamedEndpoint], needed: tuple[str, ...], fol
         SettingsError: a needed endpoint is not there, or a key is not in the environment.
     """
     check_named(endpoints, needed)
-    return {
-        name: _lm(
-            Server(name, endpoint, f"endpoints.{name}", _ledger(endpoint, folder / name), folder / name), endpoint
-        )
-        for name, endpoint in endpoints.items()
-    }
+    lms = {}
+    for name, endpoint in endpoints.items():
+        kept = folder / name
+        server = Server(name, endpoint, f"endpoints.{name}", _ledger(endpoint, kept), kept)
+        lms[name] = _lm(server, AsyncLocalLM(server), endpoint)
+    return lms
 
 
 def check_named(endpoints: Mapping[str, NamedEndpoint], needed: tuple[str, ...]) -> None:
@@ -205,7 +201,8 @@ def hosted(name: str, endpoint: NamedEndpoint, folder: Path) -> Server:
 
 def hosted_lm(module: str, server: Server) -> dspy.LM:
     """The LM of one module of a program that runs on the server."""
-    return _lm(HostedModule(module, server), server.endpoint)
+    answers = HostedModule(module, server)
+    return _lm(answers, AsyncModuleEngine(answers), server.endpoint)
 
 
 @contextmanager
@@ -222,11 +219,11 @@ def _ledger(endpoint: NamedEndpoint, folder: Path) -> Ledger:
     return Ledger(endpoint.budget, before, lambda now: write_json(now, path))
 
 
-def _lm(engine: Server | HostedModule, endpoint: NamedEndpoint) -> dspy.LM:
+def _lm(engine: Any, async_engine: Any, endpoint: NamedEndpoint) -> dspy.LM:
     return dspy.LM(
         f"endpoint/{endpoint.model}",
         engine=engine,
-        async_engine=AsyncLocalLM(engine),
+        async_engine=async_engine,
         cache=False,
         num_retries=0,
         temperature=endpoint.temperature,

@@ -6,7 +6,7 @@ nearest valid name.
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -239,6 +239,11 @@ class AskedEndpoint(Endpoint):
     requests_per_minute: Positive | None = None
     """Most requests that begin in a minute, retries included; null is no limit."""
 
+    @property
+    def asked(self) -> list[str | float | int]:
+        """What an answer and its price depend on."""
+        return [self.model, self.base_url, self.temperature, self.max_tokens, self.price_in, self.price_out]
+
 
 class Budget(Section):
     """The most that may be used; null is no limit. When one is used up, nothing more is asked."""
@@ -256,11 +261,6 @@ class NamedEndpoint(AskedEndpoint):
 
     budget: Budget = Budget()
     """For all stages together, since `.work` was new. When it is used up the run stops, and can go on."""
-
-    @property
-    def asked(self) -> list[str | float | int]:
-        """What an answer and its price depend on."""
-        return [self.model, self.base_url, self.temperature, self.max_tokens, self.price_in, self.price_out]
 
 
 class Teacher(Section):
@@ -557,6 +557,11 @@ class Settings(Section):
         """The settings that can change a result, as JSON values."""
         return self.model_dump(mode="json", exclude={"retrain", "ui"})
 
+    def public(self) -> dict[str, Any]:
+        """`of_results` without what is nobody's business: where runs are logged, and which servers were asked. An
+        address may carry a password."""
+        return _without(self.of_results(), {"tracking", "vllm", "base_url", "key"})
+
     @property
     def asked(self) -> list[list[str | float | int]]:
         """What the answers of `endpoints` depend on."""
@@ -657,6 +662,12 @@ def load(path: Path) -> Settings:
     except ValidationError as error:
         problems = [_explain(problem, path, root) for problem in error.errors()]
         raise SettingsError("\n".join(problems)) from error
+
+
+def _without(value: Any, names: Collection[str]) -> Any:
+    if not isinstance(value, dict):
+        return [_without(part, names) for part in value] if isinstance(value, list) else value
+    return {name: _without(part, names) for name, part in value.items() if name not in names}
 
 
 def change(path: Path, values: Mapping[str, str | int]) -> None:

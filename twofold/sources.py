@@ -14,14 +14,13 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from threading import BoundedSemaphore
 from typing import Any
 
 import dspy
 from dspy import lm15
 from dspy.utils.exceptions import AdapterParseError
 
-from twofold.endpoints import Ledger, Pace, client, key_of, money_for, text_of, usage_of
+from twofold.endpoints import Chat, Ledger, key_of, money_for
 from twofold.errors import PipelineError
 from twofold.hints import ModuleHints, with_hints
 from twofold.lm import AsyncModuleEngine, ModuleEngine, Recorder, first, images_of, lm_on, response
@@ -205,8 +204,7 @@ class _Server:
     def __init__(self, endpoint: AskedEndpoint, where: str, ledger: Ledger):
         self.endpoint = endpoint
         self.ledger = ledger
-        self.client = client(endpoint, where, Pace(endpoint.requests_per_minute), ledger)
-        self.places = BoundedSemaphore(endpoint.concurrency)
+        self.chat = Chat(endpoint, where, ledger)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Server":
         return self
@@ -218,24 +216,19 @@ class _Server:
         import openai  # takes most of a second
 
         refuse_unsupported(request)
-        asked, config = messages(request), request.config
+        temperature = first(request.config.temperature, self.endpoint.temperature)
+        max_tokens = first(request.config.max_tokens, self.endpoint.max_tokens)
         try:
-            with self.places:
-                answer = self.client.chat.completions.create(
-                    model=self.endpoint.model,
-                    messages=asked,
-                    temperature=first(config.temperature, self.endpoint.temperature),
-                    max_tokens=first(config.max_tokens, self.endpoint.max_tokens),
-                )
-            text = text_of(answer) or ""
+            answer = self.chat.ask(messages(request), temperature=temperature, max_tokens=max_tokens)
         except openai.APITimeoutError as error:
             raise lm15.TimeoutError(str(error)) from error
         except Exception as error:
             # Whatever a server or its library does, the rollout is lost, and training goes on.
             raise lm15.ServerError(f"{type(error).__name__}: {error}") from error
-        tokens = usage_of(answer, asked, text)
+        tokens = answer.tokens_in, answer.tokens_out
         self.ledger.charge(*tokens, money_for(self.endpoint, *tokens))
-        _said.get().append(Said(text, answer.choices[0].finish_reason == "stop"))
+        text = answer.text or ""
+        _said.get().append(Said(text, answer.ended))
         return response(request, text, *tokens)
 
 

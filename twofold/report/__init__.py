@@ -25,7 +25,8 @@ from twofold.evaluation import CONFIDENCE
 from twofold.programs import Pipeline
 from twofold.records import FAILURES
 from twofold.report import charts
-from twofold.report.browse import Decode, Set, Training, sets_of, shown, training_of
+from twofold.report.browse import Decode, shown
+from twofold.report.sets import Set, Training, sets_of, training_of
 from twofold.settings import Settings
 
 CURVES = {

@@ -6,6 +6,7 @@
    in any case and with any spaces or marks between them: models repeat, shorten and cut off what they are given.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,8 @@ MARK = "[private]"
 RUN = 4
 """Words in a row that give a longer value away; of a shorter value, all."""
 
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"(?!(?<=\\)[nrt])\w+")
+"""Line ends and tabs that JSON has written as `\\n`, `\\r` and `\\t` are no part of a word."""
 
 
 class Redactor:
@@ -24,7 +26,9 @@ class Redactor:
     def __init__(self, fields: Collection[str], values: Iterable[Any]):
         """`values`: all that was in a private field anywhere, JSON values."""
         self.names = frozenset(fields)
-        texts = {text for value in values for text in _texts(value)}
+        plain = {text for value in values for text in _texts(value)}
+        # Some adapters have prompts and answers in JSON.
+        texts = plain | {json.dumps(text)[1:-1] for text in plain}
         # Longest first: a value that is part of another must not break it up.
         self.whole = sorted(texts, key=lambda text: (-len(text), text))
         self.runs = {run for text in texts for run in _runs(_words(text))}

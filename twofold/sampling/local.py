@@ -9,7 +9,6 @@ How a list of requests is answered:
    an answer never depends on the seeds of its neighbours. Rows that are done leave the batch.
 """
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from twofold import policy, prefix
 from twofold.errors import ModelError
 from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Refusal, SampleRequest
-from twofold.sampling.tokens import decode, encode, eos_ids, refuse
+from twofold.sampling.tokens import AnswerEncoder, decode, encode, eos_ids, refuse
 from twofold.settings import Settings
 
 
@@ -50,8 +49,7 @@ class LocalEngine:
         self.settings = settings.sampling
         self.model = policy.load_base(model_dir, settings.model).requires_grad_(False)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        # To split special tokens is a state of the tokenizer, not of a call: `encode` must never meet it in a thread.
-        self._splitting = copy.deepcopy(self.tokenizer)
+        self._answers = AnswerEncoder(self.tokenizer)
         self.eos = eos_ids(self.model.generation_config, self.tokenizer)
         self._weights = dict(self.model.named_parameters())
         self._base: dict[str, Tensor] = {}
@@ -62,9 +60,7 @@ class LocalEngine:
         return encode(self.tokenizer, messages)
 
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
-        # A text that spells a special token is no special token.
-        ids = self._splitting(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return (*ids, self.tokenizer.eos_token_id) if ended else tuple(ids)
+        return self._answers(text, ended)
 
     def load(self, adapter: Path) -> str:
         name = policy.digest(adapter)

@@ -1,17 +1,12 @@
-"""vLLM servers: what one is asked, how one is started, and how samples are spread over several.
+"""One vLLM server: what it is asked, and how one of our own is started.
 
 1. A server is greeted before it is used: it must be healthy, serve one base model with room for `sampling.context`, and
    give the log-probabilities of the distribution it draws from. For the last, a token is drawn with top-k 1: nothing
    else could be drawn, so its log-probability must be 0.
-2. Samples of one family (one module of a program) go to one server, which has the beginning of its prompts in its
-   cache; but to the server with the shortest queue when the own one's is longer by more than `_MARGIN` samples.
-3. An adapter is loaded before its first sample and must then be listed. Of those that are more than `vllm.adapters` the
+2. An adapter is loaded before its first sample and must then be listed. Of those that are more than `vllm.adapters` the
    longest unused are unloaded, never one that somebody else has loaded.
-4. A server that lost a request is greeted anew, and one of ours that does not answer is started again first. Requests
-   meanwhile go to the others, and wait when there is none. Servers that stay away are tried again at the next batch.
 """
 
-import logging
 import os
 import secrets
 import socket
@@ -28,13 +23,8 @@ from typing import Any, Literal
 import httpx
 
 from twofold import leash
-from twofold.errors import ModelError, ServerError, SettingsError
+from twofold.errors import ModelError, SettingsError
 from twofold.records import BASE_POLICY
-
-log = logging.getLogger(__name__)
-
-_MARGIN = 8
-"""Samples by which a queue may be longer than the shortest before a family leaves its server."""
 
 _PREFIX = "twofold-"
 """Begins the names that adapters are served under; their digest follows."""
@@ -121,6 +111,14 @@ class Server:
             LostError: it does not answer.
             ModelError: it cannot be sampled from; says what to start it with.
         """
+        try:
+            self._check(context, prompt)
+        except RefusedError as error:
+            raise ModelError(f"{self.url} answers no completion: {error}") from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise ModelError(f"{self.url} does not answer as a vLLM server does: {error!r}") from error
+
+    def _check(self, context: int, prompt: Sequence[int]) -> None:
         models = self._models()
         bases = [model for model in models if not model.get("parent")]
         if len(bases) != 1:
@@ -141,6 +139,7 @@ class Server:
 
         Raises:
             LostError, UnknownError, RefusedError: there is none.
+            ModelError: it is no JSON.
             httpx.ReadTimeout: not in time.
         """
         answer = self._send("POST", "/v1/completions", body)
@@ -148,7 +147,10 @@ class Server:
             raise UnknownError(f"{self.url} has no model {body['model']}")
         if answer.is_client_error:
             raise RefusedError(f"{self.url}: {_message(answer)}")
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise ModelError(f"{self.url} answered a completion with what is no JSON. Is it a vLLM server?") from error
 
     @contextmanager
     def holding(self, policy: str, adapters: Mapping[str, Path]) -> Iterator[str]:
@@ -287,110 +289,6 @@ class OwnServer(Server):
         command = [*self.command, "--host", "127.0.0.1", "--port", str(port)]
         env = {**os.environ, **self.environment, "VLLM_API_KEY": self.key}
         return leash.start(command, _GRACE, env, stdout=output, stderr=subprocess.STDOUT)
-
-
-class Fleet:
-    """All servers. Thread-safe.
-
-    Args:
-        context: tokens that a prompt and its answer may have.
-        prompt: any prompt with several likely answers.
-    """
-
-    def __init__(self, servers: Sequence[Server], context: int, prompt: Sequence[int]):
-        self.servers = tuple(servers)
-        self.context = context
-        self.prompt = tuple(prompt)
-        self.losses = 0
-        """Requests that were lost; each was sent again, or ended in an error."""
-        self._changed = threading.Condition()
-        self._homes: dict[str, Server] = {}
-        self._wrong: Exception | None = None
-        for server in self.servers:
-            self._open(server)
-
-    @contextmanager
-    def taking(self, family: str, samples: int) -> Iterator[Server]:
-        """A server for so many samples of a family; they count as its queue inside of the block.
-
-        Raises:
-            ServerError: none answers, though it did or may.
-            TwofoldError: one of them cannot be used as it is.
-        """
-        with self._changed:
-            self._changed.wait_for(self._settled)
-            if self._wrong:
-                raise self._wrong
-            server = self._pick(family)
-            server.queue += samples
-        try:
-            yield server
-        finally:
-            with self._changed:
-                server.queue -= samples
-
-    def lost(self, server: Server, error: LostError) -> None:
-        """Take in that a request to a server was lost."""
-        with self._changed:
-            self.losses += 1
-            if server.state != "up":
-                return
-            server.state = "starting"
-        log.warning("A vLLM server lost requests: %s", error)
-        self._open(server)
-
-    def revive(self) -> None:
-        """Look again at servers that were away."""
-        with self._changed:
-            away = [server for server in self.servers if server.state == "down"]
-            for server in away:
-                server.state = "starting"
-        for server in away:
-            self._open(server)
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.close()
-
-    def _open(self, server: Server) -> None:
-        threading.Thread(target=self._greet, args=(server,), daemon=True).start()
-
-    def _greet(self, server: Server) -> None:
-        begin, before = time.monotonic(), server.url
-        trouble, wrong = "", None
-        try:
-            server.open()
-            server.greet(self.context, self.prompt)
-        except (LostError, httpx.ReadTimeout) as error:
-            trouble = str(error)
-        except Exception as error:
-            trouble, wrong = str(error), error
-        with self._changed:
-            server.trouble, server.state = trouble, "down" if trouble else "up"
-            self._wrong = wrong or self._wrong
-            # A server more to deal the families to.
-            self._homes.clear()
-            self._changed.notify_all()
-        if server.url != before:
-            log.warning("vLLM server %s is up after %.0f s", server.url, time.monotonic() - begin)
-
-    def _settled(self) -> bool:
-        states = {server.state for server in self.servers}
-        return self._wrong is not None or "up" in states or "starting" not in states
-
-    def _pick(self, family: str) -> Server:
-        up = [server for server in self.servers if server.state == "up"]
-        if not up:
-            said = "; ".join(f"{server.url}: {server.trouble}" for server in self.servers)
-            raise ServerError(f"No vLLM server answers ({said}). Start one, or name others in vllm.base_urls.")
-        shortest = min(up, key=lambda server: server.queue)
-        home = self._homes.get(family)
-        if home not in up:
-            home = self._homes[family] = min(up, key=self._families)
-        return home if home.queue - shortest.queue <= _MARGIN else shortest
-
-    def _families(self, server: Server) -> tuple[int, int]:
-        return sum(home is server for home in self._homes.values()), server.queue
 
 
 def _message(answer: httpx.Response) -> str:

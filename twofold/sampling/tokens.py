@@ -1,5 +1,6 @@
 """What every engine does with a model's tokenizer."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]
     """Token ids of a chat, ready for the assistant's answer."""
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class AnswerEncoder:
+    """Token ids of an answer that no engine sampled; a text that spells a special token is no special token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        # To split special tokens is a state of the tokenizer, not of a call: `encode` must never meet it in a thread.
+        self._tokenizer = copy.deepcopy(tokenizer)
+
+    def __call__(self, text: str, ended: bool) -> tuple[int, ...]:
+        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return (*ids, self._tokenizer.eos_token_id) if ended else tuple(ids)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos: frozenset[int]) -> tuple[str, str]:

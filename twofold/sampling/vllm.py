@@ -4,7 +4,7 @@ How a list of requests is answered:
 
 1. A request that would not fit the context is refused. Those with equal prompt, policy and draw become one request for
    `n` samples, with the seed of the first; at temperature 0 one sample is the answer to all.
-2. Each goes to a server (see `servers`) as token ids, with every setting of the draw, so that none of the server's
+2. Each goes to a server (see `fleet`) as token ids, with every setting of the draw, so that none of the server's
    defaults count. The answer holds token ids and log-probabilities.
 3. An answer counts only if it names the adapter that was asked for, under the name with its digest, and has the prompt
    that was sent. A request that was lost with its server is sent again, `vllm.retries` times at most.
@@ -14,7 +14,6 @@ batch. The seeds make draws repeatable only where the batches are the same.
 """
 
 import atexit
-import copy
 import os
 import time
 from collections.abc import Sequence
@@ -32,8 +31,9 @@ from twofold.endpoints import key_of
 from twofold.errors import ModelError, ServerError
 from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Refusal, SampleRequest
-from twofold.sampling.servers import Fleet, LostError, OwnServer, RefusedError, Server
-from twofold.sampling.tokens import decode, encode, eos_ids, refuse
+from twofold.sampling.fleet import Fleet
+from twofold.sampling.servers import LostError, OwnServer, RefusedError, Server
+from twofold.sampling.tokens import AnswerEncoder, decode, encode, eos_ids, refuse
 from twofold.settings import Settings
 
 _AT_ONCE = 256
@@ -92,8 +92,7 @@ class VLLMEngine:
     def __init__(self, model_dir: Path, settings: Settings):
         self.settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        # To split special tokens is a state of the tokenizer, not of a call.
-        self._splitting = copy.deepcopy(self.tokenizer)
+        self._answers = AnswerEncoder(self.tokenizer)
         self.eos = eos_ids(_generation(model_dir), self.tokenizer)
         self._adapters: dict[str, Path] = {}
         greeting = self.encode([{"role": "user", "content": "Name any number."}])
@@ -104,9 +103,7 @@ class VLLMEngine:
         return encode(self.tokenizer, messages)
 
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
-        # A text that spells a special token is no special token.
-        ids = self._splitting(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return (*ids, self.tokenizer.eos_token_id) if ended else tuple(ids)
+        return self._answers(text, ended)
 
     def load(self, adapter: Path) -> str:
         name = policy.digest(adapter)
@@ -160,7 +157,9 @@ class VLLMEngine:
         try:
             reply = _Reply.model_validate(answer)
         except ValidationError as error:
-            raise ModelError(f"{server.url} answered what is no completion with token ids: {error}") from error
+            # What was answered stays out of the error: it may be private.
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ModelError(f"{server.url} answered what is no completion with token ids: {wrong}") from None
         if reply.model != name:
             raise ModelError(f"{server.url} was asked for {name}, and {reply.model} answered.")
         choices = sorted(reply.choices, key=lambda choice: choice.index)
