@@ -93,7 +93,7 @@ def _ties() -> Iterator[str]:
     yield ""
     yield (
         f"{RANDOM:,} groups of 2 to 32 unequal rewards (binary, uniform, normal; β from 0.001 to 1,000): the lowest "
-        f"score is {lowest:.3g}, and {zeros:,} are 0. The formula as it is defined is 0 or below for {below:,}."
+        f"score is {lowest:.3g}, and {zeros:,} scores are 0. The formula as it is defined is 0 or below for {below:,}."
     )
 
 
@@ -297,7 +297,7 @@ def _trained(checkout: Path, endpoint: dict[str, Any]) -> tuple[list[dict[str, f
     weights = {**SETTINGS["weights"], "rounds": ROUNDS, "rollouts_per_example": 6, "groups": {"size": 6}}
     teacher = {"kind": "endpoint", "endpoint": endpoint, "budget": {"calls": 40}}
     pool = {**SCAFFOLD["pool"], "reserve_every": 2}
-    make(checkout, weights=weights, scaffold={**SCAFFOLD, "pool": pool, "teacher": teacher})
+    make(checkout, None, weights=weights, scaffold={**SCAFFOLD, "pool": pool, "teacher": teacher})
     subprocess.run(COMMAND, cwd=checkout, env=environment(TEST_KEY="none"), check=True, capture_output=True)
     return history(checkout), read_attempts(checkout / "outputs/weights/0-w/records" / ATTEMPTS)
 

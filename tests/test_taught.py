@@ -89,7 +89,7 @@ SCAFFOLD = {
 }
 
 
-def make(folder: Path, server: str, pipeline: str = PIPELINE, **changes: Any) -> Path:
+def make(folder: Path, server: str | None, pipeline: str = PIPELINE, **changes: Any) -> Path:
     make_checkout(folder, server)
     (folder / "pipelines/tiny.py").write_text(pipeline)
     # Six rollouts of which each is right by even chance rarely tie.
