@@ -252,10 +252,10 @@ SENT: tuple[tuple[str, Any], ...] = (
     ("500", 500),
     ("500", 500),
     ("text that is no JSON", _said("garbage")),
+    ("a hint that names the answer", _said('{"hint": "The label is blue."}')),
     ("empty text", _said("")),
     ("nothing in time", 3.0),
     ("nothing in time", 3.0),
-    ("a hint that names the answer", _said('{"hint": "The label is blue."}')),
     ("a hint that helps, or not", _said('{"hint": "Look twice."}')),
 )
 """What the server answers, in order; the last for ever."""
