@@ -119,6 +119,8 @@ def _check_alive(running: "dict[str, subprocess.Popen[str]]") -> None:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # A script's shell has what it starts in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         show()
     except KeyboardInterrupt:
