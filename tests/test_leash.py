@@ -23,8 +23,9 @@ time.sleep(100)
 """
 
 STARTER = """
-import os, sys, time
+import os, signal, sys, time
 from twofold import leash
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a script ignore it
 keeper = leash.start([sys.executable, "-c", sys.argv[1]], 0.3, os.environ)
 time.sleep(100)
 """
