@@ -11,16 +11,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from twofold.evaluation import sentence
 from twofold.models import EMBEDDED, is_local
-from twofold.policy import dtype_of
+from twofold.policy import VLLM_RANKS, dtype_name
 from twofold.programs import modules
 from twofold.records import SHARED
 from twofold.settings import Settings
 
 if TYPE_CHECKING:
     from twofold.export import Result
-
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for --max-lora-rank."""
 
 _STEPS = {"p": "prompts optimized", "w": "weights trained"}
 
@@ -138,13 +135,13 @@ def serve(result: "Result", base: str, folder: Path, merged: bool) -> str:
         folder: where the result was exported to, as seen from where the command runs.
     """
     settings = result.settings
-    command = ["vllm", "serve", base, "--dtype", _dtype(settings)]
+    command = ["vllm", "serve", base, "--dtype", dtype_name(settings.model)]
     # A model's own top_k or repetition penalty had no part in training.
     command += ["--max-model-len", str(settings.sampling.context), "--generation-config", "vllm"]
     if merged or not result.adapters:
         return shlex.join([*command, "--served-model-name", title(result)])
     wanted = settings.weights.lora.r
-    rank = next((rank for rank in _LORA_RANKS if rank >= wanted), wanted)
+    rank = next((rank for rank in VLLM_RANKS if rank >= wanted), wanted)
     command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(result.adapters))]
     adapters = [f"{_served_name(result, name)}={folder / place(name)}" for name in result.adapters]
     return shlex.join([*command, "--lora-modules", *adapters])
@@ -254,11 +251,6 @@ def _licence(model: dict[str, str]) -> str:
     return "The base model: its own licence, which also governs weights made from it."
 
 
-def _dtype(settings: Settings) -> str:
-    """What the result was scored with, on a machine of this kind."""
-    return str(dtype_of(settings.model)).removeprefix("torch.")
-
-
 def _code(result: "Result", base: str, inputs: list[str], merged: bool) -> str:
     """Python that loads the result and runs it, from inside of the exported folder."""
     adapters = {} if merged else result.adapters
@@ -274,7 +266,7 @@ def _code(result: "Result", base: str, inputs: list[str], merged: bool) -> str:
         "",
         f'base = "{base}"',
         "tokenizer = AutoTokenizer.from_pretrained(base)",
-        f'model = AutoModelForCausalLM.from_pretrained(base, dtype="{_dtype(result.settings)}")',
+        f'model = AutoModelForCausalLM.from_pretrained(base, dtype="{dtype_name(result.settings.model)}")',
         *map(_opened, adapters, range(len(adapters))),
         "program = pipeline.program()",
         'program.load("program.json")',

@@ -23,6 +23,9 @@ CONFIG = "adapter_config.json"
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 """PyTorch's names of processors' instructions for bfloat16: Intel's and AMD's, and Arm's."""
 
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as --max-lora-rank."""
+
 ADAPTER = "adapter"
 """Folder of an adapter in its part of a checkpoint."""
 
@@ -40,6 +43,11 @@ def dtype_of(settings: Model) -> torch.dtype:
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     return torch.bfloat16 if _has_bfloat16(device_of(settings)) else torch.float32
+
+
+def dtype_name(settings: Model) -> str:
+    """As transformers and vLLM take it, such as `float32`."""
+    return str(dtype_of(settings)).removeprefix("torch.")
 
 
 def _has_bfloat16(device: torch.device) -> bool:

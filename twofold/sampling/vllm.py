@@ -39,9 +39,6 @@ from twofold.settings import Settings
 _AT_ONCE = 256
 """Most requests that are on their way."""
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as --max-lora-rank."""
-
 _DEFAULTS = {
     # GiB for the cache; without it vLLM takes half of the memory.
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -234,11 +231,11 @@ def _servers(model_dir: Path, settings: Settings) -> list[Server]:
 
 def _command(model_dir: Path, settings: Settings) -> list[str]:
     """What starts a server, but for its address."""
-    rank = next((rank for rank in _RANKS if rank >= settings.weights.lora.r), _RANKS[-1])
+    rank = next((rank for rank in policy.VLLM_RANKS if rank >= settings.weights.lora.r), policy.VLLM_RANKS[-1])
     options = {
         "model": model_dir.resolve(),
         "served-model-name": BASE_POLICY,
-        "dtype": str(policy.dtype_of(settings.model)).removeprefix("torch."),
+        "dtype": policy.dtype_name(settings.model),
         "max-model-len": settings.sampling.context,
         "max-lora-rank": rank,
         "max-loras": settings.vllm.adapters,
