@@ -33,7 +33,7 @@ from tasks import WORK, stage, tracking
 from tasks.step import publish
 from twofold import arrivals, champion, digests, evaluation, leash
 from twofold.champion import Decision
-from twofold.errors import RetrainError, TwofoldError
+from twofold.errors import RetrainError
 from twofold.programs import load_pipeline
 from twofold.records import read_json, write_json
 from twofold.settings import Settings, change, load, steps_of
@@ -248,11 +248,8 @@ def _sentences(numbers: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    try:
+    with stage.users_errors():
         retrain()
-    except TwofoldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

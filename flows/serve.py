@@ -5,7 +5,6 @@
    it starts again, the schedule goes on.
 """
 
-import sys
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
@@ -52,11 +51,8 @@ def close_killed(client: SyncPrefectClient) -> None:
 
 
 def main() -> None:
-    try:
+    with stage.users_errors():
         serve()
-    except TwofoldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

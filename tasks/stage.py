@@ -39,10 +39,17 @@ def run(
     parsed = vars(parser.parse_args())
     # Libraries telling each other what their next version renames.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    try:
+    with users_errors():
         load(Path(parsed["params"]))
         with _terminable(), alone("stage", name, "pipeline"):
             flow(**parsed)
+
+
+@contextmanager
+def users_errors() -> Iterator[None]:
+    """An error that the user can mend is a line, and ends the process with 2."""
+    try:
+        yield
     except TwofoldError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
