@@ -1,8 +1,10 @@
 """Whole runs of the tiny pipeline: through DVC, killed and continued, and what they leave behind."""
 
+import contextlib
 import csv
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from flows.sampling import Made
 from flows.strategy import go_on
@@ -41,9 +44,9 @@ def dvc(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
     """A checkout in which `dvc repro` has run."""
-    folder = make_checkout(tmp_path_factory.mktemp("run") / "checkout")
+    folder = make_checkout(tmp_path_factory.mktemp("run") / "checkout", prefect_server)
     dvc(folder, "repro")
     return folder
 
@@ -174,9 +177,10 @@ def test_killed_run_goes_on_to_the_same_bytes(checkout: Path, tmp_path: Path) ->
     shutil.rmtree(published.parent)
     shutil.rmtree(checkout / ".work/weights")
     shutil.rmtree(checkout / ".work/prefect/storage")
+    # As where nobody names a server: each start has a temporary one, which dies with it.
+    (checkout / "prefect.toml").unlink()
     command = [sys.executable, "-m", "flows.strategy", "--name", "weights"]
     with (tmp_path / "log").open("w") as log:
-        # A session of its own, so that Prefect's temporary server dies with it.
         killed = subprocess.Popen(
             command, cwd=checkout, env=environment(), stdout=log, stderr=log, start_new_session=True
         )
@@ -198,40 +202,40 @@ def _identities(checkout: Path, pattern: str) -> dict[str, int]:
     return {path.as_posix(): path.stat().st_ino for path in checkout.glob(f".work/weights/*/{pattern}")}
 
 
-@pytest.mark.slow
-def test_second_stage_at_once_is_refused(checkout: Path) -> None:
-    from filelock import FileLock
+def refused(checkout: Path, capsys: pytest.CaptureFixture[str], stage: str, *arguments: str) -> str:
+    """What a stage that ends with a user's error says, run in this process, which has the imports behind it."""
+    with contextlib.chdir(checkout), pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", [stage, *arguments])
+        runpy.run_module(f"flows.{stage}", run_name="__main__")
+    assert ended.value.code == 2
+    return capsys.readouterr().err
 
+
+@pytest.mark.slow
+def test_second_stage_at_once_is_refused(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkout / ".work/pipeline.owner").write_text("stage weights, process 1")
     with FileLock(checkout / ".work/pipeline.lock"):
-        command = [sys.executable, "-m", "flows.compare"]
-        done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "Another stage works in this checkout (stage weights, process 1)" in done.stderr
-
-
-def _strategy(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.strategy", *arguments]
-    return subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
+        said = refused(checkout, capsys, "compare")
+    assert "Another stage works in this checkout (stage weights, process 1)" in said
 
 
 @pytest.mark.slow
-def test_strategy_that_is_not_there_is_named(checkout: Path) -> None:
-    done = _strategy(checkout, "--name", "both")
-    assert done.returncode == 2
-    assert "no strategy 'both'. There are: prompts, together, vanilla, weights" in done.stderr
+def test_strategy_that_is_not_there_is_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(checkout, capsys, "strategy", "--name", "both")
+    assert "no strategy 'both'. There are: prompts, together, vanilla, weights" in said
 
 
 @pytest.mark.slow
-def test_failing_step_fails_its_strategy_and_finished_ones_stay(checkout: Path) -> None:
+def test_failing_step_fails_its_strategy_and_finished_ones_stay(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = yaml.safe_load((checkout / "params.yaml").read_text())
     settings["prompts"]["validation_share"] = 0.01
     (checkout / "failing.yaml").write_text(yaml.safe_dump(settings))
     before = {name: Manifest.of(checkout / "outputs" / name).outputs for name in ("prompts", "together")}
-    done = _strategy(checkout, "--params", "failing.yaml", "--name", "together")
+    said = refused(checkout, capsys, "strategy", "--params", "failing.yaml", "--name", "together")
     (checkout / "failing.yaml").unlink()
-    assert done.returncode == 2
-    assert "prompts.validation_share 0.01 leaves" in done.stderr
+    assert "prompts.validation_share 0.01 leaves" in said
     assert {name: Manifest.of(checkout / "outputs" / name).outputs for name in before} == before
 
 
