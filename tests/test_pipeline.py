@@ -204,9 +204,10 @@ def _identities(checkout: Path, pattern: str) -> dict[str, int]:
 
 def refused(checkout: Path, capsys: pytest.CaptureFixture[str], stage: str, *arguments: str) -> str:
     """What a stage that ends with a user's error says, run in this process, which has the imports behind it."""
-    with contextlib.chdir(checkout), pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with contextlib.chdir(checkout), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [stage, *arguments])
-        runpy.run_module(f"flows.{stage}", run_name="__main__")
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(f"flows.{stage}", run_name="__main__")
     assert ended.value.code == 2
     return capsys.readouterr().err
 
