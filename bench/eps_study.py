@@ -22,13 +22,12 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from scipy.stats import sem, t
 
 from tasks import WORK
 from tasks.stage import fetched_model, prepared_data
 from tasks.step import code_digest
 from twofold import digests, plots, policy, rollouts
-from twofold.evaluation import CONFIDENCE
+from twofold.evaluation import student_interval
 from twofold.examples import read_examples
 from twofold.presets import as_yaml
 from twofold.programs import STATE, load_pipeline, load_state
@@ -192,7 +191,7 @@ def _mean(values: Sequence[float]) -> str:
     """The mean with its 95% interval (Student's t), where there are values to make one of."""
     if len(values) < 2:
         return f"{values[0]:.3f}" if values else "none"
-    low, high = t.interval(CONFIDENCE, len(values) - 1, mean(values), max(sem(values), 1e-12))
+    low, high = student_interval(values)
     return f"{mean(values):.3f} ({low:.3f} to {high:.3f})"
 
 

@@ -2,7 +2,8 @@
 
 import csv
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tasks import stage, tracking
 from tasks.candidate import Candidate
 from tasks.step import Manifest, publish
 from twofold import bands, evaluation, plots
+from twofold.bands import Band
 from twofold.console import console
 from twofold.programs import STATE, Pipeline, load_pipeline, save_state
 from twofold.records import read_json, read_rollouts, write_json
@@ -158,29 +160,26 @@ def _rounds(name: str, folder: Path) -> Iterator[dict[str, Any]]:
                 yield {"strategy": name, "step": history.parent.name, **found}
 
 
-def _learned(name: str, folder: Path) -> Iterator[dict[str, str]]:
+def _learned(name: str, folder: Path) -> Iterator[tuple[str, Band]]:
     """What was learned of inputs by the band of their score, in each of the strategy's trainings with a pool."""
     for learned in sorted(folder.glob(f"*-w/{bands.FILE}")):
-        with learned.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                yield {"training": f"{name} {learned.parent.name}", **row}
+        yield from ((f"{name} {learned.parent.name}", band) for band in bands.read_bands(learned))
 
 
-def _by_band(learned: list[dict[str, str]]) -> str:
+def _by_band(learned: Sequence[tuple[str, Band]]) -> str:
     """Markdown: a row for each band of each training; nothing where no training scored its inputs."""
     if not learned:
         return ""
     title = "## Change of the accuracy from a visit without a hint to the next, by score at the first"
     header = "| training | score | inputs | visits | rounds between | before | change (95% interval) |"
-    lines = [title, "", header, f"|---|---|{'---:|' * 5}", *map(_band, learned), ""]
+    lines = [title, "", header, f"|---|---|{'---:|' * 5}", *itertools.starmap(_band, learned), ""]
     return "\n" + "\n".join([*lines, bands.CAUTION, ""])
 
 
-def _band(row: dict[str, str]) -> str:
-    before, change = float(row["before"]), float(row["change"])
-    interval = f" ({float(row['ci_low']):+.3f} to {float(row['ci_high']):+.3f})" if row["ci_low"] else ""
-    found = [row["n"], row["pairs"], f"{float(row['rounds']):.1f}", f"{before:.3f}", f"{change:+.3f}{interval}"]
-    return f"| {' | '.join([row['training'], row['band'], *found])} |"
+def _band(training: str, band: Band) -> str:
+    interval = "" if band.ci_low is None else f" ({band.ci_low:+.3f} to {band.ci_high:+.3f})"
+    found = [str(band.n), str(band.pairs), f"{band.rounds:.1f}", f"{band.before:.3f}", f"{band.change:+.3f}{interval}"]
+    return f"| {' | '.join([training, band.band, *found])} |"
 
 
 def _publish(report: dict[str, Any]) -> None:

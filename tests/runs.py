@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from twofold import bands
 from twofold.attempts import ATTEMPTS, Tried, write_attempts
 from twofold.examples import write_examples
 from twofold.groups import account, make_groups
@@ -142,6 +143,7 @@ def _training(step: Path, settings: Settings, rounds: int, answer: str) -> None:
     write_rollouts(rows, step / "records")
     write_rollouts([rollout("weights/0/0/0/effect/t0/0", "t0", "text", 1.0)], step / "records/trials")
     write_groups(groups, step / "records/groups.parquet")
+    bands.write_bands(bands.learning(scores, {row.example_id for row in scores} - {"t0+1"}), step / bands.FILE)
     write_scores(scores, step / "records/scores.parquet")
     write_hints({"t0+1": Placed("t0", "Look twice.", "program")}, step / "pool")
     tried = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from twofold.bands import Band, band_of, learning, metrics, write_bands
+from twofold.bands import Band, band_of, learning, metrics, read_bands, write_bands
 from twofold.eps import score
 from twofold.scores import Scored
 from twofold.settings import Eps
@@ -74,6 +74,7 @@ def test_bands_as_a_file_and_as_metrics(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "bands.csv").open()))
     assert [row["band"] for row in rows] == ["flat", "0-0.25"]
     assert (rows[0]["change"], rows[0]["ci_low"], rows[1]["ci_low"]) == ("0.25", "", "-0.5")
+    assert read_bands(tmp_path / "bands.csv") == bands
     found = metrics(bands)
     assert found["bands/0-0.25/ci_high"] == 0.0
     assert "bands/flat/ci_low" not in found

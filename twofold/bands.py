@@ -17,12 +17,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
-
-from scipy.stats import t
+from statistics import fmean
 
 from twofold.eps import FAILED, PASSED, Score
-from twofold.evaluation import CONFIDENCE
+from twofold.evaluation import student_interval
 from twofold.scores import Scored, of_examples
 
 FILE = "bands.csv"
@@ -92,14 +90,8 @@ def _band(name: str, pairs: Sequence[tuple[Scored, Scored]]) -> Band:
     own = [fmean(values) for values in changes.values()]
     rounds = fmean(second.round - first.round for first, second in pairs)
     started = fmean(map(fmean, before.values()))
-    return Band(name, len(own), len(pairs), rounds, started, fmean(own), *_interval(own))
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    if len(values) < 2:
-        return None, None
-    half = t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5
-    return fmean(values) - half, fmean(values) + half
+    low, high = student_interval(own) or (None, None)
+    return Band(name, len(own), len(pairs), rounds, started, fmean(own), low, high)
 
 
 def metrics(bands: Iterable[Band]) -> dict[str, float]:
@@ -119,3 +111,14 @@ def write_bands(bands: Iterable[Band], path: Path) -> None:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Band)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(map(dataclasses.asdict, bands))
+
+
+def read_bands(path: Path) -> list[Band]:
+    """What `write_bands` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_read(row) for row in csv.DictReader(file)]
+
+
+def _read(row: dict[str, str]) -> Band:
+    numbers = {name: float(value) if value else None for name, value in row.items() if name != "band"}
+    return Band(row["band"], **numbers | {"n": int(row["n"]), "pairs": int(row["pairs"])})

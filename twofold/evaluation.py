@@ -1,17 +1,18 @@
 """Scores with confidence intervals, and paired comparison of two programs.
 
 Rollouts of one example are averaged first: examples are what is drawn at random, so they are what is resampled.
-Intervals are bootstrap intervals of the mean at 95%, bias-corrected and accelerated (Efron 1987).
+Intervals are bootstrap intervals of the mean at 95%, bias-corrected and accelerated (Efron 1987); where there are too
+few values to draw from, such as one a seed, those of Student's t.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from statistics import stdev
+from statistics import fmean, stdev
 
 import numpy as np
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, t
 
 from twofold.errors import RecordError
 from twofold.records import Rollout, tokens_of
@@ -174,6 +175,14 @@ def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
 def _mean(by_example: Mapping[str, float], resamples: int, seed: int) -> Mean:
     values = list(by_example.values())
     return Mean(float(np.mean(values)), *interval(values, resamples, seed), len(values))
+
+
+def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95% interval of the mean of a few independent values, by Student's t; None for a single one."""
+    if len(values) < 2:
+        return None
+    half = t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return fmean(values) - half, fmean(values) + half
 
 
 def interval(values: list[float], resamples: int, seed: int) -> tuple[float, float]:

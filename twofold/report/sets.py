@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twofold import bands
 from twofold.attempts import ATTEMPTS, Tried, read_attempts
-from twofold.bands import Band, learning
+from twofold.bands import Band
 from twofold.hints import Placed, read_hints
 from twofold.records import Group, Rollout, read_groups, read_outcomes, read_rollouts
 from twofold.scores import Scored, of_examples, read_scores
@@ -55,14 +56,10 @@ class Training:
     """By round and prompt."""
     hints: Mapping[str, Placed]
     attempts: Sequence[Tried]
-
-    @property
-    def learned(self) -> list[Band]:
-        """By band of the score, from the visits to inputs without a hint."""
-        return learning(list(self.scores.values()), {prompt for _, prompt in self.scores} - self.hints.keys())
+    learned: Sequence[Band]
 
 
-NOTHING = Training({}, {}, {}, ())
+NOTHING = Training({}, {}, {}, (), ())
 
 
 def sets_of(strategy: str, folder: Path, test: Path) -> list[Set]:
@@ -94,6 +91,7 @@ def training_of(step: Path) -> Training:
         {(row.round, row.example_id): row for row in rows},
         read_hints(pool) if pool.is_dir() else {},
         _there(read_attempts, records / ATTEMPTS),
+        _there(bands.read_bands, step / bands.FILE),
     )
 
 
