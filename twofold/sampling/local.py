@@ -12,13 +12,11 @@ How a list of requests is answered:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     LogitsProcessorList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -26,10 +24,9 @@ from transformers import (
 )
 
 from twofold import policy, prefix
-from twofold.errors import ModelError
 from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Refusal, SampleRequest
-from twofold.sampling.tokens import AnswerEncoder, decode, encode, eos_ids, refuse
+from twofold.sampling.tokens import TokenizedEngine
 from twofold.settings import Settings
 
 
@@ -42,37 +39,22 @@ class _Answer:
     logprobs: list[float] = field(default_factory=list)
 
 
-class LocalEngine:
+class LocalEngine(TokenizedEngine):
     """Meets `twofold.sampling.Engine` with a model of its own."""
 
     def __init__(self, model_dir: Path, settings: Settings):
         self.settings = settings.sampling
         self.model = policy.load_base(model_dir, settings.model).requires_grad_(False)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        self._answers = AnswerEncoder(self.tokenizer)
-        self.eos = eos_ids(self.model.generation_config, self.tokenizer)
+        super().__init__(model_dir, self.model.generation_config, settings.sampling.context)
         self._weights = dict(self.model.named_parameters())
         self._base: dict[str, Tensor] = {}
-        self._adapters: dict[str, Path] = {}
         self._policy = BASE_POLICY
-
-    def encode(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-        return encode(self.tokenizer, messages)
-
-    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
-        return self._answers(text, ended)
-
-    def load(self, adapter: Path) -> str:
-        name = policy.digest(adapter)
-        self._adapters[name] = adapter
-        return name
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion | Refusal]:
         answers: dict[int, Completion | Refusal] = {}
         buckets: dict[tuple, list[int]] = {}
         for k, request in enumerate(requests):
-            refusal = refuse(request, self.settings.context)
-            if refusal:
+            if refusal := self._refused(request):
                 answers[k] = refusal
             else:
                 buckets.setdefault(_bucket(request), []).append(k)
@@ -85,8 +67,6 @@ class LocalEngine:
         """Let the model's weights be those of the policy `name`."""
         if name == self._policy:
             return
-        if name != BASE_POLICY and name not in self._adapters:
-            raise ModelError(f"policy {name} was never loaded into this engine. Load its adapter first.")
         with torch.no_grad():
             for weight, value in self._base.items():
                 self._weights[weight].copy_(value)
@@ -141,7 +121,7 @@ class LocalEngine:
         return answer.ids[-1] in self.eos or len(answer.ids) == request.max_tokens
 
     def _completion(self, answer: _Answer, request: SampleRequest) -> Completion:
-        text, finish_reason = decode(self.tokenizer, answer.ids, self.eos)
+        text, finish_reason = self._decode(answer.ids)
         return Completion(
             token_ids=tuple(answer.ids),
             logprobs=tuple(answer.logprobs),

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 from pydantic import BaseModel, ValidationError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from twofold import policy
 from twofold.endpoints import key_of
@@ -33,7 +33,7 @@ from twofold.records import BASE_POLICY
 from twofold.sampling import Completion, Refusal, SampleRequest
 from twofold.sampling.fleet import Fleet
 from twofold.sampling.servers import LostError, OwnServer, RefusedError, Server
-from twofold.sampling.tokens import AnswerEncoder, decode, encode, eos_ids, refuse
+from twofold.sampling.tokens import TokenizedEngine
 from twofold.settings import Settings
 
 _AT_ONCE = 256
@@ -83,38 +83,23 @@ class _Reply(BaseModel):
     choices: tuple[_Choice, ...]
 
 
-class VLLMEngine:
+class VLLMEngine(TokenizedEngine):
     """Meets `twofold.sampling.Engine` with vLLM servers. Thread-safe."""
 
     def __init__(self, model_dir: Path, settings: Settings):
+        super().__init__(model_dir, _generation(model_dir), settings.sampling.context)
         self.settings = settings
-        self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        self._answers = AnswerEncoder(self.tokenizer)
-        self.eos = eos_ids(_generation(model_dir), self.tokenizer)
-        self._adapters: dict[str, Path] = {}
         greeting = self.encode([{"role": "user", "content": "Name any number."}])
         self.fleet = Fleet(_servers(model_dir, settings), settings.sampling.context, greeting)
         atexit.register(self.fleet.close)
-
-    def encode(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-        return encode(self.tokenizer, messages)
-
-    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
-        return self._answers(text, ended)
-
-    def load(self, adapter: Path) -> str:
-        name = policy.digest(adapter)
-        self._adapters[name] = adapter
-        return name
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Answer]:
         answers: dict[int, Answer] = {}
         groups: dict[tuple, list[int]] = {}
         for k, request in enumerate(requests):
-            if refusal := refuse(request, self.settings.sampling.context):
+            if refusal := self._refused(request):
                 answers[k] = refusal
             else:
-                self._check_policy(request.policy)
                 groups.setdefault(_group(request), []).append(k)
         jobs = [_Job(requests[places[0]], tuple(places)) for places in groups.values()]
         if jobs:
@@ -123,10 +108,6 @@ class VLLMEngine:
                 for job, made in zip(jobs, pool.map(self._answer, jobs), strict=True):
                     answers.update(zip(job.places, made, strict=True))
         return [answers[k] for k in range(len(requests))]
-
-    def _check_policy(self, name: str) -> None:
-        if name != BASE_POLICY and name not in self._adapters:
-            raise ModelError(f"policy {name} was never loaded into this engine. Load its adapter first.")
 
     def _answer(self, job: _Job) -> list[Answer]:
         """One answer for each place of the job."""
@@ -164,7 +145,7 @@ class VLLMEngine:
         return [self._completion(choice, request) for choice in choices]
 
     def _completion(self, choice: _Choice, request: SampleRequest) -> Completion:
-        text, finish_reason = decode(self.tokenizer, choice.token_ids, self.eos)
+        text, finish_reason = self._decode(choice.token_ids)
         logprobs = choice.logprobs.token_logprobs if request.temperature else (0.0,) * len(choice.token_ids)
         return Completion(choice.token_ids, logprobs, text, finish_reason, request.policy)
 
