@@ -8,12 +8,12 @@ import argparse
 import json
 import os
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.beside import running
 
 EOS = 1
 LOGPROB = -0.5
@@ -50,16 +50,8 @@ class FakeVLLM(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    @contextmanager
-    def serving(self) -> Iterator["FakeVLLM"]:
-        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.shutdown()
-            thread.join()
-            self.server_close()
+    def serving(self) -> AbstractContextManager["FakeVLLM"]:
+        return running(self)
 
 
 class _Handler(BaseHTTPRequestHandler):

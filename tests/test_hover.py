@@ -1,7 +1,6 @@
 """Multi-hop retrieval, HoVer's and HotpotQA's: the program, its retrievers, its metric and its data."""
 
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ import pytest
 
 from pipelines.hotpotqa import Bm25
 from pipelines.hover import MultiHop, Server, metric
+from tests.beside import running
 from twofold import rollouts
 from twofold.errors import PipelineError
 from twofold.groups import make_groups
@@ -159,10 +159,8 @@ class Retriever(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Retriever) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Retriever)) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def test_a_server_is_asked_for_k_passages(address):

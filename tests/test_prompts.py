@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import dspy
 import pytest
 
+from tests.beside import running
 from twofold import programs
 from twofold.errors import SettingsError
 from twofold.prompts import PROPOSER, Optimized, optimize
@@ -330,18 +330,11 @@ def test_an_endpoint_may_propose_and_is_paid(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setenv("TEST_KEY", "geheim")
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = {
-        "model": "m",
-        "base_url": f"http://127.0.0.1:{server.server_port}/v1",
-        "key": "TEST_KEY",
-        "price_in": 2.0,
-        "price_out": 10.0,
-    }
     engine = ScriptedEngine(answer)
-    found = search(tmp_path, engine, proposer=endpoint)
-    server.shutdown()
+    with running(HTTPServer(("127.0.0.1", 0), Handler)) as server:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        endpoint = {"model": "m", "base_url": url, "key": "TEST_KEY", "price_in": 2.0, "price_out": 10.0}
+        found = search(tmp_path, engine, proposer=endpoint)
     # Two instructions for each of two modules; a call costs 1000 * 2 + 100 * 10 millionths.
     assert len(asked) == 4
     assert {(path, key) for path, key, _ in asked} == {("/v1/chat/completions", "Bearer geheim")}

@@ -4,7 +4,6 @@ import json
 import random
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.beside import running
 from twofold import leaks, programs
 from twofold.endpoints import BudgetError, Ledger, Pace, Spent
 from twofold.eps import score
@@ -149,17 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
 def serving(*answers):
-    server = Server(*answers)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return running(Server(*answers))
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,15 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import dspy
 import pytest
 
+from tests.beside import running
 from twofold import rollouts
 from twofold.endpoints import Spent
 from twofold.errors import SettingsError
@@ -69,17 +70,8 @@ class Served(ThreadingHTTPServer):
         return NamedEndpoint(**given | more)
 
 
-@contextmanager
-def serving(reply: Reply) -> Iterator[Served]:
-    server = Served(reply)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def serving(reply: Reply) -> AbstractContextManager[Served]:
+    return running(Served(reply))
 
 
 def after(*failures: str | int) -> Reply:

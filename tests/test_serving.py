@@ -1,11 +1,11 @@
 """The server for a model of this machine, asked through the openai package."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
+from tests.beside import running
 from twofold.sampling import Refusal
 from twofold.sampling.scripted import ScriptedEngine
 from twofold.serving import ModelServer
@@ -18,10 +18,8 @@ def echo(prompt, request):
 @pytest.fixture
 def served():
     engine = ScriptedEngine(echo)
-    with ModelServer(engine, 0, 64) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    with running(ModelServer(engine, 0, 64)) as server:
         yield engine, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
-        server.shutdown()
 
 
 def test_requests_are_answered_in_batches_each_with_its_own(served):

@@ -25,7 +25,7 @@ from twofold.sampling.servers import Server
 from twofold.sampling.vllm import VLLMEngine
 from twofold.settings import Settings
 
-FAKE = Path(__file__).with_name("fake_vllm.py")
+FAKE = "tests.fake_vllm"
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +302,7 @@ def test_a_busy_server_is_asked_again_but_not_for_ever(folder, server):
 def stand_in(folder: Path, *options: str) -> str:
     """A Python that runs the scripted server whatever module it is asked for."""
     path = folder / "python"
-    path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {FAKE} "$@" {" ".join(options)}\n')
+    path.write_text(f'#!/bin/sh\nshift 2\ncd {ROOT}\nexec {sys.executable} -m {FAKE} "$@" {" ".join(options)}\n')
     path.chmod(0o755)
     return str(path)
 
@@ -363,7 +363,7 @@ def test_a_server_ends_with_whoever_started_it(tmp_path):
     script = f"""
 import sys, time
 from twofold.sampling.servers import OwnServer
-own = OwnServer([sys.executable, {str(FAKE)!r}], {{}}, 4, 20)
+own = OwnServer([sys.executable, "-m", {FAKE!r}], {{}}, 4, 20)
 own.open()
 print(own.process.pid, flush=True)
 time.sleep(600)
