@@ -227,6 +227,10 @@ def test_work_with_a_pool_by_hand() -> None:
     # Both examples may be in reserve in rounds 4 and 8; or solved in round 1, and due in rounds 4 and 7.
     few = work(settings, {"train": 2, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
     assert [one.rollouts for one in few[1:3]] == [9 * 2 * 4, (2 + 2) * 2 * 4]
+    # Two rounds end before the first look, and nothing is said of it.
+    short = settings.model_copy(update={"weights": settings.weights.model_copy(update={"rounds": 2})})
+    planned = work(short, {"train": 20, "dev": 4, "test": 5}, predictors=1, prompt_tokens=10)
+    assert [one.rollouts for one in planned] == [4, 2 * 5 * 4, 4, 5]
 
 
 def test_work_with_a_teacher_by_hand() -> None:

@@ -18,10 +18,10 @@ from tests.fake_vllm import EOS, LOGPROB, FakeVLLM
 from tests.tiny import ROOT, make_model
 from twofold import policy
 from twofold.errors import ModelError, ServerError, SettingsError
-from twofold.sampling import Completion, Refusal, SampleRequest
+from twofold.sampling import Completion, Refusal, SampleRequest, servers
 from twofold.sampling.fleet import Fleet
 from twofold.sampling.local import LocalEngine
-from twofold.sampling.servers import Server
+from twofold.sampling.servers import OwnServer, Server
 from twofold.sampling.vllm import VLLMEngine
 from twofold.settings import Settings
 
@@ -374,3 +374,11 @@ time.sleep(600)
         assert not gone(served)
         holder.kill()
     wait_for(lambda: gone(served) and gone(leash))
+
+
+def test_a_server_that_does_not_get_ready_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_START", 3.0)
+    own = OwnServer([sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"], {}, 4, 20)
+    with pytest.raises(ModelError, match=r"was not ready after 3 s:\nloading"):
+        own.open()
+    assert own.process.poll() is not None

@@ -91,7 +91,8 @@ def _weights(settings: Settings, sizes: dict[str, int]) -> Iterator[tuple[str, i
         most = rounds * (pool.reserve_batch or weights.examples_per_round)
         due = min(most, looks * sizes["train"] * (1 + pool.max_depth))
         yield f"at most {rounds} rounds x {draws} drawn x {per_example}", rounds * draws * per_example
-        yield f"at most {due} due x {per_example}", due * per_example
+        if due:
+            yield f"at most {due} due x {per_example}", due * per_example
         if settings.scaffold.teaches:
             yield _trials(settings.scaffold, rounds * draws + due)
     else:

@@ -35,6 +35,9 @@ _GRACE = 10.0
 _PATIENCE = 120.0
 """Seconds that a server of ours, whose process lives, may leave the question unanswered whether it is healthy."""
 
+_START = 3600.0
+"""Seconds that a server of ours may take until it is ready; a large model is read from a slow disk in many minutes."""
+
 _BUSY = (408, 409, 429)
 """What a server says that may say something else later, beside 5xx."""
 
@@ -257,7 +260,7 @@ class OwnServer(Server):
         """Start it, unless it runs and is healthy; waits until it is ready.
 
         Raises:
-            ModelError: it ended before it was ready.
+            ModelError: it ended before it was ready, or isn't within an hour.
         """
         if self._recovers():
             return
@@ -267,10 +270,20 @@ class OwnServer(Server):
         # Without a name, so that nobody has to remove it.
         with tempfile.TemporaryFile() as output:
             self.process = self._start(port, output.fileno())
-            while not self.healthy():
-                if self.process.poll() is not None:
-                    raise ModelError(f"The vLLM server ended before it was ready:\n{_end_of(output.fileno())}")
-                time.sleep(0.5)
+            if trouble := self._trouble_at_start():
+                self.close()
+                raise ModelError(f"The vLLM server {trouble}:\n{_end_of(output.fileno())}")
+
+    def _trouble_at_start(self) -> str:
+        """Wait until it is ready; says why it is not, if so."""
+        deadline = time.monotonic() + _START
+        while not self.healthy():
+            if self.process.poll() is not None:
+                return "ended before it was ready"
+            if time.monotonic() > deadline:
+                return f"was not ready after {_START:g} s"
+            time.sleep(0.5)
+        return ""
 
     def close(self) -> None:
         if self.process:
