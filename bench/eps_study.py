@@ -2,8 +2,8 @@
 
 1. For each seed, start and arm, train in a run of its own; runs of one seed and start differ in `scaffold` alone. What
    is finished is not run again.
-2. Before and after, roll out each training input without a hint. Of those that no rollout solved before, count those
-   that one solves after.
+2. Before, roll out each training input; after, those that no rollout solved, without a hint. Count those that one
+   solves then.
 3. Compare the arms by their score on dev at equal rollouts: those of training and of the teacher's trials. Between two
    evaluations the score is interpolated.
 
@@ -14,13 +14,13 @@ import argparse
 import csv
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
 
+import dspy
 import numpy as np
 
 from tasks import WORK
@@ -28,7 +28,7 @@ from tasks.stage import fetched_model, prepared_data
 from tasks.step import code_digest
 from twofold import digests, plots, policy, rollouts
 from twofold.evaluation import student_interval
-from twofold.examples import read_examples
+from twofold.examples import example_id, read_examples
 from twofold.presets import as_yaml
 from twofold.programs import STATE, load_pipeline, load_state
 from twofold.records import read_json, write_json
@@ -94,7 +94,7 @@ def _run(settings: Settings, name: str, start: str, arm: str) -> Run:
     subprocess.run(command, check=True)
     unsolved, solved = _solved(settings, folder / name)
     curve = curve_of(read_json(folder / name / "metrics.json"), sorted((folder / name).glob("*-w"))[-1])
-    run = Run(settings.seed, start, arm, curve, len(unsolved), len(unsolved & solved))
+    run = Run(settings.seed, start, arm, curve, len(unsolved), len(solved))
     write_json({"run": asdict(run)}, kept)
     return run
 
@@ -113,7 +113,7 @@ def curve_of(metrics: Mapping, step: Path) -> Curve:
 
 
 def _solved(settings: Settings, made: Path) -> tuple[set[str], set[str]]:
-    """Training inputs that no rollout solves before training, and those that one solves after, without a hint."""
+    """Training inputs that no rollout solves before training, and which of them one solves after, without a hint."""
     pipeline, model = load_pipeline(settings.pipeline), fetched_model(settings)
     program = pipeline.program()
     load_state(program, made / "program" / STATE)
@@ -121,20 +121,18 @@ def _solved(settings: Settings, made: Path) -> tuple[set[str], set[str]]:
     engine = LocalEngine(model.folder, settings)
     judge = pipeline.accuracy or pipeline.metric
 
-    def successes(policies: dict[str, str], *names: str) -> dict[str, float]:
-        jobs = rollouts.plan(examples, TRIES, settings.seed, "eps-study", *names)
+    def solved(examples: Sequence[dspy.Example], policies: dict[str, str], name: str) -> set[str]:
+        jobs = rollouts.plan(examples, TRIES, settings.seed, "eps-study", name)
         found = rollouts.run(program, jobs, judge, engine, settings, settings.weights.draw, policies)
-        best: dict[str, float] = defaultdict(float)
-        for rollout in found:
-            best[rollout.example_id] = max(best[rollout.example_id], rollout.reward)
-        return best
+        return {rollout.example_id for rollout in found if rollout.reward > 0}
 
     before = FOLDER / f"before-{settings.seed}-{digests.of_file(made / 'program' / STATE)[:12]}.json"
     if not before.is_file():
-        write_json({"best": successes({}, "before")}, before)
-    unsolved = {name for name, reward in read_json(before)["best"].items() if reward == 0}
+        write_json({"solved": sorted(solved(examples, {}, "before"))}, before)
+    known = set(read_json(before)["solved"])
+    unsolved = [example for example in examples if example_id(example) not in known]
     trained = {name: engine.load(folder) for name, folder in policy.adapters_in(made / "checkpoint").items()}
-    return unsolved, {name for name, reward in successes(trained, "after").items() if reward > 0}
+    return set(map(example_id, unsolved)), solved(unsolved, trained, "after")
 
 
 def score_at(curve: Curve, spent: float) -> float:
