@@ -53,3 +53,16 @@ def test_a_refusal_is_an_error_and_other_paths_are_not_there(served):
         client.post("/chat/completions", body={}, cast_to=object)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="m", prompt="a")
+
+
+@pytest.mark.parametrize("wish", [{"n": 2}, {"stop": "."}, {"logprobs": True}])
+def test_a_wish_that_cannot_be_met_is_refused_and_not_passed_over(served, wish):
+    _, client = served
+    with pytest.raises(openai.BadRequestError, match=f"{next(iter(wish))} cannot be met"):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}], **wish)
+
+
+def test_a_wish_for_what_happens_anyway_is_none(served):
+    _, client = served
+    answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}], n=1, stream=False)
+    assert answer.choices[0].message.content == "a"

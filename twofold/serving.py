@@ -4,7 +4,8 @@
 2. One thread owns the model: it takes all that waits, and answers it as one batch.
 3. The draw's seed is the request's digest, so equal requests get equal answers.
 
-It gives texts, one choice each, and listens on this machine alone. To serve others, use vLLM.
+It gives texts, one choice each, refuses wishes that it cannot meet, and listens on this machine alone. To serve others,
+use vLLM.
 """
 
 import json
@@ -23,6 +24,9 @@ from twofold.seeds import derive
 
 _GATHER = 0.05
 """Seconds that the first request of a batch waits for others."""
+
+_MET = {"messages", "model", "temperature", "top_p", "max_tokens", "seed", "user"}
+"""What a request may wish for, beside one choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,14 @@ class ModelServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
     def complete(self, asked: dict[str, Any]) -> tuple[SampleRequest, Completion | Refusal]:
-        """The answer to a chat; may block until the batch before is done."""
+        """The answer to a chat; may block until the batch before is done.
+
+        Raises:
+            ValueError: it wishes for what cannot be met.
+        """
+        wishes = {name for name, wish in asked.items() if wish and (name, wish) != ("n", 1)}
+        if unmet := sorted(wishes - _MET):
+            raise ValueError(f"{', '.join(unmet)} cannot be met here. Leave it out.")
         request = SampleRequest(
             prompt_ids=tuple(self.engine.encode(asked["messages"])),
             seed=derive(0, "serve", digests.of_json(asked)),
