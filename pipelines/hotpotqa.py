@@ -6,6 +6,7 @@ are those of `pipelines/hover.py`.
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,9 @@ from pipelines.hover import MultiHop, metric
 from twofold.errors import PipelineError
 
 __all__ = ["load", "metric", "program"]
+
+# It asks for its debugging lines by itself, and a run would show them.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 DATA = Path("data/hotpotqa")
 HOPS, PASSAGES = 2, 6

@@ -163,6 +163,12 @@ def address() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
 
 
+def test_a_run_shows_no_debugging_lines_of_bm25(caplog):
+    with caplog.at_level("DEBUG"):
+        Bm25(FRUIT)
+    assert caplog.records == []
+
+
 def test_a_server_is_asked_for_k_passages(address):
     # The query's letters must arrive as they are, and a server that sends more than k is cut.
     assert Server(f"{address}/api/search")("A&ü", 2) == ["A | page A", "& | page &"]
