@@ -3,11 +3,13 @@
 The prompts of one module begin alike: instruction and demos. With P shared tokens, S own tokens and B rows:
 
 1. The beginning goes through the model once, as one row of P tokens; each layer's keys and values are kept.
-2. The rows go through as (B, S). A query scores the beginning's keys as one un-repeated block, one matrix product for
-   all rows of a key head, and its own row's keys; one softmax runs over both.
+2. The rows go through as (B, S): each layer attends to the keys of the beginning and to the row's own, with torch's
+   kernel, which holds no matrix of scores.
 3. For training, equal prompts are one row; their completions follow as rows of their own, which take over the keys and
    values of their prompt.
-4. While decoding, the rows' keys and values lie in buffers made for the whole answer: nothing is copied per token.
+4. While decoding, the rows' keys and values lie in buffers made for the whole answer: nothing is copied per token. The
+   one query of a row scores the beginning's keys as one un-repeated block, one matrix product for all rows of a key
+   head, and its own row's keys; one softmax runs over both.
 
 Nothing is approximated: the result is that of B full rows of P + S tokens. The attention below is installed through
 transformers' `AttentionInterface`, so it serves every decoder whose layers attend to the full context.
@@ -67,12 +69,12 @@ class Prompts:
         """`mask`: (B, S), true for tokens and false for padding, which may stand at either end."""
         self.beginning = beginning
         self.mask = mask
-        self.bias = _bias(_causal(mask))
+        self.visible = _visible(mask)
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self.layers.append((key, value))
-        return attend_to_both(query, self.beginning.layers[layer], (key, value), self.bias, scaling)
+        return _attend(query, self.beginning.layers[layer], (key, value), self.visible, scaling)
 
 
 class Completions:
@@ -82,14 +84,13 @@ class Completions:
         """`origin`: (B,); `mask`: (B, C), true for tokens and false for the padding after them."""
         self.prompts = prompts
         self.origin = origin
-        own = _causal(mask)
-        before = prompts.mask[origin][:, None].expand(-1, own.shape[1], -1)
-        self.bias = _bias(torch.cat([before, own], dim=-1))
+        before = prompts.mask[origin][:, None].expand(-1, mask.shape[1], -1)
+        self.visible = torch.cat([before, _visible(mask)], dim=-1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.prompts.layers[layer]
         own = torch.cat([keys[self.origin], key], dim=2), torch.cat([values[self.origin], value], dim=2)
-        return attend_to_both(query, self.prompts.beginning.layers[layer], own, self.bias, scaling)
+        return _attend(query, self.prompts.beginning.layers[layer], own, self.visible, scaling)
 
 
 class Decoding:
@@ -114,11 +115,9 @@ class Decoding:
         keys[:, :, self.filled : end] = key
         values[:, :, self.filled : end] = value
         own = keys[:, :, :end], values[:, :, :end]
-        return attend_to_both(query, self.beginning.layers[layer], own, self._bias(end), scaling)
-
-    def _bias(self, end: int) -> Tensor:
-        causal = torch.ones(end, end, dtype=torch.bool, device=self.mask.device).tril()[self.filled :]
-        return _bias(causal & self.mask[:, None, :end])
+        visible = _visible(self.mask[:, :end], self.filled)
+        attend = _attend if query.shape[2] > 1 else _attend_one
+        return attend(query, self.beginning.layers[layer], own, visible, scaling)
 
     def advance(self, tokens: int) -> None:
         """Keep the last `tokens` tokens of every row, once the pass over them is done."""
@@ -130,27 +129,40 @@ class Decoding:
         self.buffers = [(keys[rows], values[rows]) for keys, values in self.buffers]
 
 
-def attend_to_both(
-    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], bias: Tensor, scaling: float
+def _attend(
+    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible: Tensor, scaling: float
 ) -> Tensor:
     """Attention of each row to the shared tokens and to its own.
 
-    Shapes: query (B, heads, T, D); shared (key heads, P, D) twice; own (B, key heads, S, D) twice; bias (B, T, S),
-    added to the scores of own tokens. Returns (B, T, heads, D).
+    Shapes: query (B, heads, T, D); shared (key heads, P, D) twice; own (B, key heads, S, D) twice; visible (B, T, S),
+    of own tokens. Returns (B, T, heads, D).
     """
-    batch, heads, length, size = query.shape
+    batch, heads = query.shape[:2]
+    # A key head serves `heads / key_heads` query heads. Not every device's kernel takes both fewer keys and a mask.
+    keys, values = (
+        torch.cat([first.expand(batch, -1, -1, -1), rest], dim=2).repeat_interleave(heads // len(first), dim=1)
+        for first, rest in zip(shared, own, strict=True)
+    )
+    mask = F.pad(visible, (shared[0].shape[1], 0), value=True)[:, None]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling).transpose(1, 2)
+
+
+def _attend_one(
+    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible: Tensor, scaling: float
+) -> Tensor:
+    """As `_attend`, for one query a row (T = 1), which is soon done with a key: the time goes into reading keys."""
+    batch, heads, _, size = query.shape
     key_heads, shared_length, _ = shared[0].shape
-    # A key head serves `heads / key_heads` query heads: they become rows of one product, and no key is repeated.
+    # The query heads of a key head become rows of one product, and no key is repeated.
     query = (query * scaling).reshape(batch, key_heads, -1, size)
     flat = query.transpose(0, 1).reshape(key_heads, -1, size)
     to_shared = (flat @ shared[0].mT).view(key_heads, batch, -1, shared_length).transpose(0, 1)
-    to_own = (query @ own[0].mT).view(batch, key_heads, -1, length, own[0].shape[2]) + bias[:, None, None]
-    scores = torch.cat([to_shared, to_own.flatten(2, 3)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    to_own = (query @ own[0].mT).masked_fill(~visible[:, None], -torch.inf)
+    weights = torch.softmax(torch.cat([to_shared, to_own], dim=-1), dim=-1, dtype=torch.float32).to(query.dtype)
     on_shared = weights[..., :shared_length].transpose(0, 1).reshape(key_heads, -1, shared_length)
     out = (on_shared @ shared[1]).view(key_heads, batch, -1, size).transpose(0, 1)
     out = out + weights[..., shared_length:] @ own[1]
-    return out.reshape(batch, heads, length, size).transpose(1, 2)
+    return out.reshape(batch, 1, heads, size)
 
 
 def run_beginning(model: PreTrainedModel, ids: Sequence[int]) -> Beginning:
@@ -204,14 +216,14 @@ def _hidden(
     return out.last_hidden_state
 
 
-def _causal(mask: Tensor) -> Tensor:
-    """(B, S, S): a token sees itself and the tokens before it, padding (false in the (B, S) mask) excepted."""
-    return torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril() & mask[:, None, :]
+def _visible(mask: Tensor, start: int = 0) -> Tensor:
+    """(B, S - start, S): what each token from `start` on sees: itself, and those before it that are no padding.
 
-
-def _bias(visible: Tensor) -> Tensor:
-    # Finite, so that a padding row, which sees nothing, stays free of NaN.
-    return torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, -1e9)
+    So padding, false in the (B, S) mask, sees one token too, and stays free of NaN.
+    """
+    places = torch.arange(mask.shape[1], device=mask.device)
+    own = places[start:, None]
+    return (places < own) & mask[:, None] | (places == own)
 
 
 def _attention(
