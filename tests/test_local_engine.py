@@ -187,6 +187,30 @@ def test_prompts_and_completions_after_a_shared_beginning_equal_full_rows(folder
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-3)
 
 
+def test_training_on_prompts_twice_as_long_takes_about_twice_the_memory(folder):
+    """What a pass keeps for its gradients is no matrix of all tokens by all tokens, in any layer."""
+    model = load_base(folder, Model(**FLOAT32))
+
+    def kept(length):
+        """Bytes, but for what all layers share and for the weights."""
+        known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        sizes = {}
+
+        def note(tensor):
+            sizes.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor.untyped_storage().nbytes())
+            return tensor
+
+        beginning = prefix.run_beginning(model, [3, 4])
+        own, seen = torch.full((4, length), 5), torch.ones(4, length, dtype=torch.bool)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            ran, hidden = prefix.run_prompts(model, own, seen, beginning)
+        known.add(ran.bias.untyped_storage().data_ptr())
+        del hidden
+        return sum(found[0] for place, found in sizes.items() if place not in known)
+
+    assert kept(200) < 2.2 * kept(100)
+
+
 def padded(rows, *, left):
     """Ids and mask, (B, S) each."""
     side = "left" if left else "right"

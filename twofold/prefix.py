@@ -69,12 +69,12 @@ class Prompts:
         """`mask`: (B, S), true for tokens and false for padding, which may stand at either end."""
         self.beginning = beginning
         self.mask = mask
-        self.visible = _visible(mask)
+        self.bias = _bias(_visible(mask), beginning)
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self.layers.append((key, value))
-        return _attend(query, self.beginning.layers[layer], (key, value), self.visible, scaling)
+        return _attend(query, self.beginning.layers[layer], (key, value), self.bias, scaling)
 
 
 class Completions:
@@ -85,12 +85,12 @@ class Completions:
         self.prompts = prompts
         self.origin = origin
         before = prompts.mask[origin][:, None].expand(-1, mask.shape[1], -1)
-        self.visible = torch.cat([before, _visible(mask)], dim=-1)
+        self.bias = _bias(torch.cat([before, _visible(mask)], dim=-1), prompts.beginning)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.prompts.layers[layer]
         own = torch.cat([keys[self.origin], key], dim=2), torch.cat([values[self.origin], value], dim=2)
-        return _attend(query, self.prompts.beginning.layers[layer], own, self.visible, scaling)
+        return _attend(query, self.prompts.beginning.layers[layer], own, self.bias, scaling)
 
 
 class Decoding:
@@ -111,13 +111,14 @@ class Decoding:
         if layer == len(self.buffers):
             self.buffers.append((F.pad(key, (0, 0, 0, self.room)), F.pad(value, (0, 0, 0, self.room))))
         end = self.filled + key.shape[2]
+        if layer == 0:
+            self.bias = _bias(_visible(self.mask[:, :end], self.filled), self.beginning)
         keys, values = self.buffers[layer]
         keys[:, :, self.filled : end] = key
         values[:, :, self.filled : end] = value
         own = keys[:, :, :end], values[:, :, :end]
-        visible = _visible(self.mask[:, :end], self.filled)
         attend = _attend if query.shape[2] > 1 else _attend_one
-        return attend(query, self.beginning.layers[layer], own, visible, scaling)
+        return attend(query, self.beginning.layers[layer], own, self.bias, scaling)
 
     def advance(self, tokens: int) -> None:
         """Keep the last `tokens` tokens of every row, once the pass over them is done."""
@@ -130,12 +131,12 @@ class Decoding:
 
 
 def _attend(
-    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible: Tensor, scaling: float
+    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], bias: Tensor, scaling: float
 ) -> Tensor:
     """Attention of each row to the shared tokens and to its own.
 
-    Shapes: query (B, heads, T, D); shared (key heads, P, D) twice; own (B, key heads, S, D) twice; visible (B, T, S),
-    of own tokens. Returns (B, T, heads, D).
+    Shapes: query (B, heads, T, D); shared (key heads, P, D) twice; own (B, key heads, S, D) twice; bias
+    (B, 1, T, P + S) of `_bias`. Returns (B, T, heads, D).
     """
     batch, heads = query.shape[:2]
     # A key head serves `heads / key_heads` query heads. Not every device's kernel takes both fewer keys and a mask.
@@ -143,12 +144,11 @@ def _attend(
         torch.cat([first.expand(batch, -1, -1, -1), rest], dim=2).repeat_interleave(heads // len(first), dim=1)
         for first, rest in zip(shared, own, strict=True)
     )
-    mask = F.pad(visible, (shared[0].shape[1], 0), value=True)[:, None]
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling).transpose(1, 2)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling).transpose(1, 2)
 
 
 def _attend_one(
-    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible: Tensor, scaling: float
+    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], bias: Tensor, scaling: float
 ) -> Tensor:
     """As `_attend`, for one query a row (T = 1), which is soon done with a key: the time goes into reading keys."""
     batch, heads, _, size = query.shape
@@ -157,7 +157,7 @@ def _attend_one(
     query = (query * scaling).reshape(batch, key_heads, -1, size)
     flat = query.transpose(0, 1).reshape(key_heads, -1, size)
     to_shared = (flat @ shared[0].mT).view(key_heads, batch, -1, shared_length).transpose(0, 1)
-    to_own = (query @ own[0].mT).masked_fill(~visible[:, None], -torch.inf)
+    to_own = query @ own[0].mT + bias[..., shared_length:]
     weights = torch.softmax(torch.cat([to_shared, to_own], dim=-1), dim=-1, dtype=torch.float32).to(query.dtype)
     on_shared = weights[..., :shared_length].transpose(0, 1).reshape(key_heads, -1, shared_length)
     out = (on_shared @ shared[1]).view(key_heads, batch, -1, size).transpose(0, 1)
@@ -224,6 +224,15 @@ def _visible(mask: Tensor, start: int = 0) -> Tensor:
     places = torch.arange(mask.shape[1], device=mask.device)
     own = places[start:, None]
     return (places < own) & mask[:, None] | (places == own)
+
+
+def _bias(visible: Tensor, beginning: Beginning) -> Tensor:
+    """What is added to scores, (B, 1, T, P + S): 0 for what a token sees, all of the beginning among it, else -inf.
+
+    All layers of a pass share it. `visible` is (B, T, S).
+    """
+    own = torch.zeros(visible.shape, dtype=beginning.layers[0][0].dtype, device=visible.device)
+    return F.pad(own.masked_fill(~visible, -torch.inf), (beginning.length, 0))[:, None]
 
 
 def _attention(
