@@ -80,8 +80,8 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What tasks with longer prompts and answers than the help desk's need of a small model. A micro-batch keeps about 1.5 MB
-# for each of its tokens (SmolLM2-135M in float32), shared beginnings once: these take at most some 4 GB.
+# What tasks with longer prompts and answers than the help desk's need of a small model. A micro-batch keeps about
+# 1.5 MB for each token (SmolLM2-135M in float32), shared beginnings once: these take at most some 4 GB.
 _SMALL: dict[str, dict[str, Any]] = {
     "helpdesk": {},
     "banking77": {
