@@ -2,9 +2,8 @@
 
 import csv
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, starmap
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def _by_band(learned: Sequence[tuple[str, Band]]) -> str:
         return ""
     title = "## Change of the accuracy from a visit without a hint to the next, by score at the first"
     header = "| training | score | inputs | visits | rounds between | before | change (95% interval) |"
-    lines = [title, "", header, f"|---|---|{'---:|' * 5}", *itertools.starmap(_band, learned), ""]
+    lines = [title, "", header, f"|---|---|{'---:|' * 5}", *starmap(_band, learned), ""]
     return "\n" + "\n".join([*lines, bands.CAUTION, ""])
 
 
