@@ -144,4 +144,5 @@ if __name__ == "__main__":
     options, _ = parser.parse_known_args()
     server = FakeVLLM(options.port, options.host)
     server.seconds = options.seconds
+    print("Nobody knows what a server says.", flush=True)
     server.serve_forever()

@@ -328,7 +328,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks i
 
 
 @linux
-def test_a_killed_server_is_started_again_and_nothing_is_lost(folder, tmp_path):
+def test_a_killed_server_is_started_again_and_nothing_is_lost(folder, tmp_path, caplog):
     with engine_on(folder, start=1, python=stand_in(tmp_path, "--seconds", "1")) as engine:
         name = engine.load(adapter(tmp_path, "a"))
         assert engine.sample([ask(10, policy=name)])[0].policy == name
@@ -341,6 +341,8 @@ def test_a_killed_server_is_started_again_and_nothing_is_lost(folder, tmp_path):
         assert {answer.policy for answer in answers} == {name}
         assert 1 <= engine.fleet.losses <= 6
         assert own.url != first
+        # Its own words may tell why it was lost.
+        assert f"{first} is started again; it said last:\nNobody knows" in caplog.text
         second = server_of(own.process)
     wait_for(lambda: gone(killed) and gone(second))
 
@@ -379,6 +381,6 @@ time.sleep(600)
 def test_a_server_that_does_not_get_ready_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_START", 3.0)
     own = OwnServer([sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"], {}, 4, 20)
-    with pytest.raises(ModelError, match=r"was not ready after 3 s:\nloading"):
+    with pytest.raises(ModelError, match=r"was not ready after 3 s; it said last:\nloading"):
         own.open()
     assert own.process.poll() is not None

@@ -7,6 +7,7 @@
    longest unused are unloaded, never one that somebody else has loaded.
 """
 
+import logging
 import os
 import secrets
 import socket
@@ -25,6 +26,8 @@ import httpx
 from twofold import leash
 from twofold.errors import ModelError, SettingsError
 from twofold.records import BASE_POLICY
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "twofold-"
 """Begins the names that adapters are served under; their digest follows."""
@@ -255,6 +258,8 @@ class OwnServer(Server):
         self.command = tuple(command)
         self.environment = dict(environment)
         self.process: subprocess.Popen | None = None
+        # Without a name, so that nobody has to remove it; what every start of the server says goes on there.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115, kept as long as this object
 
     def open(self) -> None:
         """Start it, unless it runs and is healthy; waits until it is ready.
@@ -264,15 +269,15 @@ class OwnServer(Server):
         """
         if self._recovers():
             return
+        if self.process:
+            log.warning("The vLLM server %s is started again; it said last:\n%s", self.url, self._last_words())
         self.close()
         port = _free_port()
         self._connect(f"http://127.0.0.1:{port}")
-        # Without a name, so that nobody has to remove it.
-        with tempfile.TemporaryFile() as output:
-            self.process = self._start(port, output.fileno())
-            if trouble := self._trouble_at_start():
-                self.close()
-                raise ModelError(f"The vLLM server {trouble}:\n{_end_of(output.fileno())}")
+        self.process = self._start(port)
+        if trouble := self._trouble_at_start():
+            self.close()
+            raise ModelError(f"The vLLM server {trouble}; it said last:\n{self._last_words()}")
 
     def _trouble_at_start(self) -> str:
         """Wait until it is ready; says why it is not, if so."""
@@ -298,10 +303,15 @@ class OwnServer(Server):
             time.sleep(0.2)
         return False
 
-    def _start(self, port: int, output: int) -> subprocess.Popen:
+    def _last_words(self) -> str:
+        """The last lines of its output."""
+        text = os.pread(self._output.fileno(), 100_000_000, 0).decode(errors="replace")
+        return "\n".join(text.splitlines()[-40:])
+
+    def _start(self, port: int) -> subprocess.Popen:
         command = [*self.command, "--host", "127.0.0.1", "--port", str(port)]
         env = {**os.environ, **self.environment, "VLLM_API_KEY": self.key}
-        return leash.start(command, _GRACE, env, stdout=output, stderr=subprocess.STDOUT)
+        return leash.start(command, _GRACE, env, stdout=self._output, stderr=subprocess.STDOUT)
 
 
 def _message(answer: httpx.Response) -> str:
@@ -316,9 +326,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _end_of(output: int) -> str:
-    """The last lines that were written to a file by somebody else."""
-    text = os.pread(output, 100_000_000, 0).decode(errors="replace")
-    return "\n".join(text.splitlines()[-20:])
