@@ -341,6 +341,7 @@ def test_a_killed_server_is_started_again_and_nothing_is_lost(folder, tmp_path, 
         assert {answer.policy for answer in answers} == {name}
         assert 1 <= engine.fleet.losses <= 6
         assert own.url != first
+        assert "--no-enable-chunked-prefill" in own.command
         # Its own words may tell why it was lost.
         assert f"{first} is started again; it said last:\nNobody knows" in caplog.text
         second = server_of(own.process)

@@ -47,6 +47,9 @@ _DEFAULTS = {
 }
 """What our environment may say otherwise; for CPUs alone."""
 
+_ON_CPU = "--no-enable-chunked-prefill"
+"""vLLM's engine dies of a request with a seed whose prompt it takes in parts: torch's CPU generators have no offset."""
+
 _ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 Answer = Completion | Refusal
@@ -225,4 +228,5 @@ def _command(model_dir: Path, settings: Settings) -> list[str]:
     }
     named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     module = ["-m", "vllm.entrypoints.openai.api_server", "--enable-lora"]
-    return [settings.vllm.python, *module, *named, *settings.vllm.arguments]
+    device = [_ON_CPU] if policy.device_of(settings.model).type == "cpu" else []
+    return [settings.vllm.python, *module, *named, *device, *settings.vllm.arguments]
