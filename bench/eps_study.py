@@ -94,7 +94,7 @@ def _run(settings: Settings, name: str, start: str, arm: str) -> Run:
     subprocess.run(command, check=True)
     unsolved, solved = _solved(settings, folder / name)
     curve = curve_of(read_json(folder / name / "metrics.json"), sorted((folder / name).glob("*-w"))[-1])
-    run = Run(settings.seed, start, arm, curve, len(unsolved), len(solved))
+    run = Run(settings.seed, start, arm, curve, unsolved, solved)
     write_json({"run": asdict(run)}, kept)
     return run
 
@@ -112,8 +112,8 @@ def curve_of(metrics: Mapping, step: Path) -> Curve:
     return points
 
 
-def _solved(settings: Settings, made: Path) -> tuple[set[str], set[str]]:
-    """Training inputs that no rollout solves before training, and which of them one solves after, without a hint."""
+def _solved(settings: Settings, made: Path) -> tuple[int, int]:
+    """How many training inputs no rollout solves before training, and how many of them one solves after, unhinted."""
     pipeline, model = load_pipeline(settings.pipeline), fetched_model(settings)
     program = pipeline.program()
     load_state(program, made / "program" / STATE)
@@ -132,7 +132,7 @@ def _solved(settings: Settings, made: Path) -> tuple[set[str], set[str]]:
     known = set(read_json(before)["solved"])
     unsolved = [example for example in examples if example_id(example) not in known]
     trained = {name: engine.load(folder) for name, folder in policy.adapters_in(made / "checkpoint").items()}
-    return set(map(example_id, unsolved)), solved(unsolved, trained, "after")
+    return len(unsolved), len(solved(unsolved, trained, "after"))
 
 
 def score_at(curve: Curve, spent: float) -> float:

@@ -41,6 +41,9 @@ _PATIENCE = 120.0
 _START = 3600.0
 """Seconds that a server of ours may take until it is ready; a large model is read from a slow disk in many minutes."""
 
+_TAIL = 100_000
+"""Bytes that hold the last lines of a server's output."""
+
 _BUSY = (408, 409, 429)
 """What a server says that may say something else later, beside 5xx."""
 
@@ -304,8 +307,10 @@ class OwnServer(Server):
         return False
 
     def _last_words(self) -> str:
-        """The last lines of its output."""
-        text = os.pread(self._output.fileno(), 100_000_000, 0).decode(errors="replace")
+        """The last lines of its output, which has a line for each request of a long run."""
+        output = self._output.fileno()
+        end = os.fstat(output).st_size
+        text = os.pread(output, _TAIL, max(0, end - _TAIL)).decode(errors="replace")
         return "\n".join(text.splitlines()[-40:])
 
     def _start(self, port: int) -> subprocess.Popen:
