@@ -47,6 +47,15 @@ PARAMS = Path("bench/eps-study.yaml")
 FOLDER = WORK / "eps-study"
 REPORT = Path("docs/eps-study")
 
+COLUMNS = (
+    "arm",
+    "score at equal rollouts",
+    "less that of `off`",
+    "rollouts to the last score of `off`, by seed",
+    "unsolved inputs solved at the end",
+    "less those of `filter_only`",
+)
+
 Curve = list[tuple[float, float]]
 """Rollouts spent since the start, and the score on dev; in order, from the start's own score on."""
 
@@ -165,32 +174,45 @@ def _table(start: str, runs: Sequence[Run]) -> Iterator[str]:
     seeds = [seed for seed in dict.fromkeys(run.seed for run in runs) if all((seed, arm) in found for arm in ARMS)]
     yield f"## From {start}, seeds {', '.join(map(str, seeds)) or 'to come'}"
     yield ""
-    yield "| arm | score at equal rollouts | rollouts to the last score of `off` | unsolved inputs solved at the end |"
-    yield "|---|---:|---:|---:|"
+    yield "| " + " | ".join(COLUMNS) + " |"
+    yield "|---" + "|---:" * (len(COLUMNS) - 1) + "|"
     by_seed = [{arm: found[seed, arm] for arm in ARMS} for seed in seeds]
     yield from (_row(arm, by_seed) for arm in ARMS if seeds)
     yield ""
 
 
 def _row(arm: str, by_seed: Sequence[Mapping[str, Run]]) -> str:
-    """One arm's figures, each the mean over seeds."""
-    scores, costs, shares = [], [], []
-    for runs in by_seed:
-        own = runs[arm]
-        scores.append(score_at(own.curve, min(run.curve[-1][0] for run in runs.values())))
-        costs.append(spent_to(own.curve, runs["off"].curve[-1][1]))
-        shares += [own.solved / own.unsolved] if own.unsolved else []
-    reached = [cost for cost in costs if cost is not None]
-    cost = f"{mean(reached):,.0f}" if reached else "never"
-    return f"| {arm} | {_mean(scores)} | {cost} ({len(reached)} of {len(costs)}) | {_mean(shares)} |"
+    """One arm's figures over seeds; its differences from another arm are paired by seed."""
+    equal = [min(run.curve[-1][0] for run in runs.values()) for runs in by_seed]
+    scores = {name: [score_at(runs[name].curve, at) for runs, at in zip(by_seed, equal, strict=True)] for name in ARMS}
+    shares = {name: [share for runs in by_seed if (share := _share(runs[name])) is not None] for name in ARMS}
+    costs = [spent_to(runs[arm].curve, runs["off"].curve[-1][1]) for runs in by_seed]
+    solved, unsolved = (sum(getattr(runs[arm], name) for runs in by_seed) for name in ("solved", "unsolved"))
+    cells = [
+        arm,
+        _mean(scores[arm]),
+        "" if arm == "off" else _mean(_less(scores[arm], scores["off"]), "+"),
+        ", ".join("never" if cost is None else f"{cost:,.0f}" for cost in costs),
+        f"{_mean(shares[arm])}, {solved} of {unsolved}",
+        "" if arm == "filter_only" else _mean(_less(shares[arm], shares["filter_only"]), "+"),
+    ]
+    return "| " + " | ".join(cells) + " |"
 
 
-def _mean(values: Sequence[float]) -> str:
+def _share(run: Run) -> float | None:
+    return run.solved / run.unsolved if run.unsolved else None
+
+
+def _less(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [value - other for value, other in zip(values, others, strict=True)]
+
+
+def _mean(values: Sequence[float], sign: str = "") -> str:
     """The mean with its 95% interval (Student's t), where there are values to make one of."""
-    if len(values) < 2:
-        return f"{values[0]:.3f}" if values else "none"
-    low, high = student_interval(values)
-    return f"{mean(values):.3f} ({low:.3f} to {high:.3f})"
+    if not values:
+        return "none"
+    found = student_interval(values)
+    return f"{mean(values):{sign}.3f}" + (f" ({found[0]:.3f} to {found[1]:.3f})" if found else "")
 
 
 if __name__ == "__main__":

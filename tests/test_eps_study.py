@@ -46,8 +46,29 @@ def test_arms_are_compared_at_the_rollouts_of_the_cheapest() -> None:
     runs.append(Run(1, "vanilla", "whole", [(0.0, 0.2), (10.0, 0.9)], 10, 9))
     lines = list(_table("vanilla", runs))
     assert lines[0] == "## From vanilla, seeds 0"
-    assert "| off | 0.400 | 100 (1 of 1) | 0.300 |" in lines
-    assert "| whole | 0.600 | 50 (1 of 1) | 0.500 |" in lines
+    assert "| off | 0.400 |  | 100 | 0.300, 3 of 10 | +0.000 |" in lines
+    assert "| whole | 0.600 | +0.200 | 50 | 0.500, 5 of 10 | +0.200 |" in lines
+
+
+def test_differences_between_arms_are_paired_by_seed() -> None:
+    """`whole` is 0.1 and 0.3 above `off`: mean 0.2, and its interval is t(0.975, 1) = 12.706 times 0.1 on each side."""
+    runs = [
+        Run(seed, "vanilla", arm, [(0.0, 0.1), (10.0, 0.2 + gain * (arm == "whole"))], 4, 2 * (arm != "off"))
+        for seed, gain in enumerate([0.1, 0.3])
+        for arm in ARMS
+    ]
+    row = next(line for line in _table("vanilla", runs) if line.startswith("| whole"))
+    assert row.split(" | ")[2:] == [
+        "+0.200 (-1.071 to 1.471)",
+        "5, 2",
+        "0.500 (0.500 to 0.500), 4 of 8",
+        "+0.000 (0.000 to 0.000) |",
+    ]
+
+
+def test_an_input_unsolved_at_no_start_has_no_share() -> None:
+    runs = [Run(0, "vanilla", arm, [(0.0, 0.3), (10.0, 0.2)], 0, 0) for arm in ARMS]
+    assert "| off | 0.200 |  | 0 | none, 0 of 0 | none |" in list(_table("vanilla", runs))
 
 
 def test_its_settings_are_the_committed_ones_with_less_data_fewer_rounds_and_a_pool() -> None:
