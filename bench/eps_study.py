@@ -15,8 +15,10 @@ import csv
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 
@@ -101,7 +103,9 @@ def _run(settings: Settings, name: str, start: str, arm: str) -> Run:
     params.write_text(as_yaml(settings), encoding="utf-8")
     command = [sys.executable, "-m", "flows.strategy", "--params", str(params), "--name", name, "--out", str(folder)]
     subprocess.run(command, check=True)
-    unsolved, solved = _solved(settings, folder / name)
+    # A child's memory is free again before the next training begins.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
+        unsolved, solved = child.submit(_solved, settings, folder / name).result()
     curve = curve_of(read_json(folder / name / "metrics.json"), sorted((folder / name).glob("*-w"))[-1])
     run = Run(settings.seed, start, arm, curve, unsolved, solved)
     write_json({"run": asdict(run)}, kept)
