@@ -180,31 +180,28 @@ def _table(start: str, runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     yield "| " + " | ".join(COLUMNS) + " |"
     yield "|---" + "|---:" * (len(COLUMNS) - 1) + "|"
-    by_seed = [{arm: found[seed, arm] for arm in ARMS} for seed in seeds]
-    yield from (_row(arm, by_seed) for arm in ARMS if seeds)
+    if seeds:
+        yield from _rows({arm: [found[seed, arm] for seed in seeds] for arm in ARMS})
     yield ""
 
 
-def _row(arm: str, by_seed: Sequence[Mapping[str, Run]]) -> str:
-    """One arm's figures over seeds; its differences from another arm are paired by seed."""
-    equal = [min(run.curve[-1][0] for run in runs.values()) for runs in by_seed]
-    scores = {name: [score_at(runs[name].curve, at) for runs, at in zip(by_seed, equal, strict=True)] for name in ARMS}
-    shares = {name: [share for runs in by_seed if (share := _share(runs[name])) is not None] for name in ARMS}
-    costs = [spent_to(runs[arm].curve, runs["off"].curve[-1][1]) for runs in by_seed]
-    solved, unsolved = (sum(getattr(runs[arm], name) for runs in by_seed) for name in ("solved", "unsolved"))
-    cells = [
-        arm,
-        _mean(scores[arm]),
-        "" if arm == "off" else _mean(_less(scores[arm], scores["off"]), "+"),
-        ", ".join("never" if cost is None else f"{cost:,.0f}" for cost in costs),
-        f"{_mean(shares[arm])}, {solved} of {unsolved}",
-        "" if arm == "filter_only" else _mean(_less(shares[arm], shares["filter_only"]), "+"),
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _share(run: Run) -> float | None:
-    return run.solved / run.unsolved if run.unsolved else None
+def _rows(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
+    """Each arm's figures over its seeds, the same for all; its differences from another arm are paired by seed."""
+    equal = [min(run.curve[-1][0] for run in runs) for runs in zip(*found.values(), strict=True)]
+    scores = {arm: [score_at(run.curve, at) for run, at in zip(found[arm], equal, strict=True)] for arm in found}
+    shares = {arm: [run.solved / run.unsolved for run in found[arm] if run.unsolved] for arm in found}
+    for arm, runs in found.items():
+        costs = [spent_to(run.curve, off.curve[-1][1]) for run, off in zip(runs, found["off"], strict=True)]
+        solved, unsolved = sum(run.solved for run in runs), sum(run.unsolved for run in runs)
+        cells = [
+            arm,
+            _mean(scores[arm]),
+            "" if arm == "off" else _mean(_less(scores[arm], scores["off"]), "+"),
+            ", ".join("never" if cost is None else f"{cost:,.0f}" for cost in costs),
+            f"{_mean(shares[arm])}, {solved} of {unsolved}",
+            "" if arm == "filter_only" else _mean(_less(shares[arm], shares["filter_only"]), "+"),
+        ]
+        yield "| " + " | ".join(cells) + " |"
 
 
 def _less(values: Sequence[float], others: Sequence[float]) -> list[float]:
