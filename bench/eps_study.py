@@ -2,8 +2,9 @@
 
 1. For each seed, start and arm, train in a run of its own; runs of one seed and start differ in `scaffold` alone. What
    is finished is not run again.
-2. Before, roll out each training input; after, those that no rollout solved, without a hint. Count those that one
-   solves then.
+2. Before, roll out each training input. Those that no rollout solved are rolled out again by the start, as luck solves
+   some, and by the weights after the last round, without a hint and even if the strategy undid the training. Count
+   what a rollout solves then.
 3. Compare the arms by their score on dev at equal rollouts: those of training and of the teacher's trials. Between two
    evaluations the score is interpolated.
 
@@ -28,7 +29,7 @@ import numpy as np
 from tasks import WORK
 from tasks.stage import fetched_model, prepared_data
 from tasks.step import code_digest
-from twofold import digests, plots, policy, rollouts
+from twofold import digests, plots, rollouts
 from twofold.evaluation import student_interval
 from twofold.examples import example_id, read_examples
 from twofold.presets import as_yaml
@@ -72,6 +73,8 @@ class Run:
     curve: Curve
     unsolved: int
     """Training inputs that no rollout of the start solved."""
+    again: int
+    """How many of them a rollout of the start solves at a second look."""
     solved: int
     """How many of them a rollout solves after training."""
 
@@ -103,11 +106,11 @@ def _run(settings: Settings, name: str, start: str, arm: str) -> Run:
     params.write_text(as_yaml(settings), encoding="utf-8")
     command = [sys.executable, "-m", "flows.strategy", "--params", str(params), "--name", name, "--out", str(folder)]
     subprocess.run(command, check=True)
+    step = sorted((folder / name).glob("*-w"))[-1]
     # A child's memory is free again before the next training begins.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
-        unsolved, solved = child.submit(_solved, settings, folder / name).result()
-    curve = curve_of(read_json(folder / name / "metrics.json"), sorted((folder / name).glob("*-w"))[-1])
-    run = Run(settings.seed, start, arm, curve, unsolved, solved)
+        counts = child.submit(_counts, settings, folder / name / "program" / STATE, step / "adapters").result()
+    run = Run(settings.seed, start, arm, curve_of(read_json(folder / name / "metrics.json"), step), **counts)
     write_json({"run": asdict(run)}, kept)
     return run
 
@@ -125,27 +128,34 @@ def curve_of(metrics: Mapping, step: Path) -> Curve:
     return points
 
 
-def _solved(settings: Settings, made: Path) -> tuple[int, int]:
-    """How many training inputs no rollout solves before training, and how many of them one solves after, unhinted."""
+def _counts(settings: Settings, state: Path, adapters: Path) -> dict[str, int]:
+    """Training inputs that no rollout of the start solves, and those of them that one solves at a second look."""
     pipeline, model = load_pipeline(settings.pipeline), fetched_model(settings)
     program = pipeline.program()
-    load_state(program, made / "program" / STATE)
+    load_state(program, state)
     examples = read_examples(prepared_data().folder / "train.jsonl")
     engine = LocalEngine(model.folder, settings)
-    judge = pipeline.accuracy or pipeline.metric
 
-    def solved(examples: Sequence[dspy.Example], policies: dict[str, str], name: str) -> set[str]:
+    def solved(examples: Sequence[dspy.Example], policies: dict[str, str], name: str) -> list[str]:
         jobs = rollouts.plan(examples, TRIES, settings.seed, "eps-study", name)
+        judge = pipeline.accuracy or pipeline.metric
         found = rollouts.run(program, jobs, judge, engine, settings, settings.weights.draw, policies)
-        return {rollout.example_id for rollout in found if rollout.reward > 0}
+        return sorted({rollout.example_id for rollout in found if rollout.reward > 0})
 
-    before = FOLDER / f"before-{settings.seed}-{digests.of_file(made / 'program' / STATE)[:12]}.json"
-    if not before.is_file():
-        write_json({"solved": sorted(solved(examples, {}, "before"))}, before)
-    known = set(read_json(before)["solved"])
-    unsolved = [example for example in examples if example_id(example) not in known]
-    trained = {name: engine.load(folder) for name, folder in policy.adapters_in(made / "checkpoint").items()}
-    return len(unsolved), len(solved(unsolved, trained, "after"))
+    def unsolved(known: Sequence[str]) -> list[dspy.Example]:
+        return [example for example in examples if example_id(example) not in known]
+
+    # A start and what it solves are the same for all arms.
+    shared = settings.model_dump(mode="json", exclude={"scaffold", "strategies"})
+    key = digests.short(digests.of_json([shared, digests.of_file(state), code_digest()]))
+    kept = FOLDER / f"start-{key}.json"
+    if not kept.is_file():
+        known = solved(examples, {}, "before")
+        write_json({"solved": known, "again": solved(unsolved(known), {}, "after")}, kept)
+    start = read_json(kept)
+    left = unsolved(start["solved"])
+    trained = {folder.name: engine.load(folder) for folder in sorted(adapters.iterdir())}
+    return {"unsolved": len(left), "again": len(start["again"]), "solved": len(solved(left, trained, "after"))}
 
 
 def score_at(curve: Curve, spent: float) -> float:
@@ -181,7 +191,11 @@ def _table(start: str, runs: Sequence[Run]) -> Iterator[str]:
     yield "| " + " | ".join(COLUMNS) + " |"
     yield "|---" + "|---:" * (len(COLUMNS) - 1) + "|"
     if seeds:
-        yield from _rows({arm: [found[seed, arm] for seed in seeds] for arm in ARMS})
+        by_arm = {arm: [found[seed, arm] for seed in seeds] for arm in ARMS}
+        yield from _rows(by_arm)
+        # All arms of a seed have the same start.
+        again, unsolved = sum(run.again for run in by_arm["off"]), sum(run.unsolved for run in by_arm["off"])
+        yield f"\nAt a second look the start itself solves {again} of the {unsolved} unsolved inputs."
     yield ""
 
 

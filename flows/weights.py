@@ -83,6 +83,8 @@ def train_weights(
     history = [{"round": done.number, **done.metrics} for done in rounds]
     records = {"records": _records(folder / "records", rounds)}
     records |= {f"dev/round-{done.number:04d}": done.dev.folder for done in rounds if done.dev}
+    # Else the last weights of a training that is undone, or was better before its end, would be nowhere.
+    records |= {f"adapters/{name}": adapter for name, adapter in candidate.adapters.items()}
     if settings.scaffold:
         _add_scores(folder / "records", rounds)
         records[POOL] = rounds[-1].checkpoint.folder / POOL

@@ -40,10 +40,10 @@ def test_a_curve_begins_with_its_starts_score_and_leaves_evaluations_out(
 
 def test_arms_are_compared_at_the_rollouts_of_the_cheapest() -> None:
     """`off` scores 0.4 after 100 rollouts; `whole` is there after 50 of its 200, and scores 0.6 after 100."""
-    runs = [Run(0, "vanilla", arm, [(0.0, 0.2), (100.0, 0.4)], 10, 3) for arm in ARMS if arm != "whole"]
-    runs.append(Run(0, "vanilla", "whole", [(0.0, 0.2), (100.0, 0.6), (200.0, 0.7)], 10, 5))
+    runs = [Run(0, "vanilla", arm, [(0.0, 0.2), (100.0, 0.4)], 10, 1, 3) for arm in ARMS if arm != "whole"]
+    runs.append(Run(0, "vanilla", "whole", [(0.0, 0.2), (100.0, 0.6), (200.0, 0.7)], 10, 1, 5))
     # A seed that is not finished in all arms is left out.
-    runs.append(Run(1, "vanilla", "whole", [(0.0, 0.2), (10.0, 0.9)], 10, 9))
+    runs.append(Run(1, "vanilla", "whole", [(0.0, 0.2), (10.0, 0.9)], 10, 1, 9))
     lines = list(_table("vanilla", runs))
     assert lines[0] == "## From vanilla, seeds 0"
     assert "| off | 0.400 |  | 100 | 0.300, 3 of 10 | +0.000 |" in lines
@@ -53,7 +53,7 @@ def test_arms_are_compared_at_the_rollouts_of_the_cheapest() -> None:
 def test_differences_between_arms_are_paired_by_seed() -> None:
     """`whole` is 0.1 and 0.3 above `off`: mean 0.2, and its interval is t(0.975, 1) = 12.706 times 0.1 on each side."""
     runs = [
-        Run(seed, "vanilla", arm, [(0.0, 0.1), (10.0, 0.2 + gain * (arm == "whole"))], 4, 2 * (arm != "off"))
+        Run(seed, "vanilla", arm, [(0.0, 0.1), (10.0, 0.2 + gain * (arm == "whole"))], 4, seed, 2 * (arm != "off"))
         for seed, gain in enumerate([0.1, 0.3])
         for arm in ARMS
     ]
@@ -66,8 +66,15 @@ def test_differences_between_arms_are_paired_by_seed() -> None:
     ]
 
 
+def test_luck_of_the_start_is_counted_once_over_the_seeds_shown() -> None:
+    """Seeds 0 and 1: 1 and 2 of 4 and 6 inputs. Seed 2 is not finished in all arms."""
+    runs = [Run(seed, "vanilla", arm, CURVE, 4 + 2 * seed, 1 + seed, 0) for seed in (0, 1) for arm in ARMS]
+    runs.append(Run(2, "vanilla", "off", CURVE, 9, 9, 9))
+    assert "\nAt a second look the start itself solves 3 of the 10 unsolved inputs." in list(_table("vanilla", runs))
+
+
 def test_an_input_unsolved_at_no_start_has_no_share() -> None:
-    runs = [Run(0, "vanilla", arm, [(0.0, 0.3), (10.0, 0.2)], 0, 0) for arm in ARMS]
+    runs = [Run(0, "vanilla", arm, [(0.0, 0.3), (10.0, 0.2)], 0, 0, 0) for arm in ARMS]
     assert "| off | 0.200 |  | 0 | none, 0 of 0 | none |" in list(_table("vanilla", runs))
 
 

@@ -20,6 +20,7 @@ from flows.sampling import Made
 from flows.strategy import go_on
 from tasks.step import Manifest
 from tests.tiny import environment, make_checkout
+from twofold import policy
 from twofold.examples import example_id, read_examples
 from twofold.export import export
 from twofold.records import Rollout, read_checkpoint, read_groups, read_rollouts, write_rollouts
@@ -100,6 +101,14 @@ def test_run_leaves_all_it_should(checkout: Path) -> None:
     history = (weights / "0-w/history.csv").read_text().splitlines()
     assert history[0].startswith("round,")
     assert [line.split(",")[0] for line in history[1:]] == ["1", "2", "3"]
+
+
+@pytest.mark.slow
+def test_a_training_leaves_the_adapters_of_its_last_round(checkout: Path) -> None:
+    """Also when the strategy's result is an earlier round, or the program that the training began with."""
+    step = checkout / "outputs/weights/0-w"
+    asked = {call.policy for rollout in read_rollouts(step / "dev/round-0003") for call in rollout.calls}
+    assert asked == {policy.digest(step / "adapters/all-modules")}
 
 
 @pytest.mark.slow
