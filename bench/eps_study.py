@@ -178,8 +178,13 @@ def _report(done: Sequence[Run]) -> None:
     write_json({"runs": [asdict(run) for run in done]}, REPORT.with_suffix(".json"))
     text = "\n".join(line for start in STARTS for line in _table(start, [run for run in done if run.start == start]))
     REPORT.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    curves = {f"from {start}": [(run.arm, run.curve) for run in done if run.start == start] for start in STARTS}
-    plots.curves(curves, "rollouts spent", "score on dev", REPORT.with_suffix(".png"))
+    panels = {f"from {start}": _curves([run for run in done if run.start == start]) for start in STARTS}
+    plots.curves(panels, "rollouts spent", "score on dev", REPORT.with_suffix(".png"))
+
+
+def _curves(runs: Sequence[Run]) -> dict[str, list[Curve]]:
+    """Curves by arm, those of all its seeds."""
+    return {arm: [run.curve for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
 
 
 def _table(start: str, runs: Sequence[Run]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 PANELS = {
@@ -12,6 +13,9 @@ PANELS = {
     "groups_all_equal_share": "all-equal groups",
 }
 """What `rounds` shows, and how each panel is titled."""
+
+Curve = Sequence[tuple[float, float]]
+"""Points, from left to right."""
 
 
 def scores(strategies: Mapping[str, Mapping[str, float]], path: Path) -> None:
@@ -50,18 +54,19 @@ def rounds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def curves(
-    panels: Mapping[str, Sequence[tuple[str, Sequence[tuple[float, float]]]]], x: str, y: str, path: Path
-) -> None:
-    """A panel for each title, with its curves: a name and points each; curves of one name have one colour."""
+def curves(panels: Mapping[str, Mapping[str, Sequence[Curve]]], x: str, y: str, path: Path) -> None:
+    """A panel for each title. In it each name has its curves, pale, and their mean, point by point.
+
+    Curves of one name have equally many points. The last mean is dashed, so that an equal one under it is seen.
+    """
     figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
-    for axes, (title, lines) in zip(
-        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
-    ):
-        colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(name for name, _ in lines))}
-        for number, (name, points) in enumerate(lines):
-            new = name not in [earlier for earlier, _ in lines[:number]]
-            axes.plot(*zip(*points, strict=True), color=colours[name], alpha=0.8, label=name if new else None)
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, lines) in zip(row, panels.items(), strict=True):
+        for number, (name, own) in enumerate(lines.items()):
+            colour, style = f"C{number}", "--" if number == len(lines) - 1 else "-"
+            for points in own:
+                axes.plot(*zip(*points, strict=True), color=colour, alpha=0.2)
+            axes.plot(*np.mean(own, axis=0).T, color=colour, linestyle=style, marker="o", label=name)
         axes.set(xlabel=x, title=title, ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set(ylabel=y)
