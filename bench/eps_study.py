@@ -129,7 +129,7 @@ def curve_of(metrics: Mapping, step: Path) -> Curve:
 
 
 def _counts(settings: Settings, state: Path, adapters: Path) -> dict[str, int]:
-    """Training inputs that no rollout of the start solves, and those of them that one solves at a second look."""
+    """How many training inputs no rollout of the start solves, and how many of them one solves again and afterwards."""
     pipeline, model = load_pipeline(settings.pipeline), fetched_model(settings)
     program = pipeline.program()
     load_state(program, state)
